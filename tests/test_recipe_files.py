@@ -98,6 +98,35 @@ def test_methods_of_options_do_not_reach_phases(tmp_path: Path) -> None:
     assert load(tmp_path, text, rule="floor").fprop.a == Quantizer(rule="floor")
 
 
+METHODS = [("ema_beta", 0.9, "weight_average"), ("ramping_k1", 8, "ramping")]
+
+
+@pytest.mark.parametrize(("option", "value", "field"), METHODS)
+@pytest.mark.parametrize("own", ["{wgrad: {}}", "mxfp4", "{phases: [{after: 1/2, recipe: fp8}]}"])
+def test_methods_of_options_do_not_reach_layers(
+    option: str, value: float, field: str, own: str, tmp_path: Path
+) -> None:
+    """Refused for layers that could follow the method, as those in BF16 or FP8 cannot."""
+    text = f"base: tetrajet\nlayers: [{{last: 1, recipe: bf16}}, {{first: 1, recipe: {own}}}]\n"
+    with pytest.raises(ConfigError, match=f"layers that follow .*the option {option} does not rea"):
+        load(tmp_path, text, **{option: value})
+    for other in ("bf16", "fp8"):
+        recipe = load(tmp_path, f"base: tetrajet\nlayers: [{{last: 1, recipe: {other}}}]\n",
+                      **{option: value})  # fmt: skip
+        assert getattr(recipe, field) is not None
+        assert getattr(recipe.layers[0].recipe, field) is None
+
+
+@pytest.mark.parametrize(("option", "value", "field"), METHODS)
+def test_a_file_gives_a_method_to_layers(
+    option: str, value: float, field: str, tmp_path: Path
+) -> None:
+    options = f"options: {{{option}: {value}}}"
+    own = f"layers: [{{last: 1, recipe: {{base: mxfp4, {options}}}}}]"
+    recipe = load(tmp_path, f"base: tetrajet\n{options}\n{own}\n")
+    assert getattr(recipe.layers[0].recipe, field) == getattr(recipe, field) is not None
+
+
 def test_yaml_without_a_base_spells_out_dge_occ(tmp_path: Path) -> None:
     recipe = load(
         tmp_path,

@@ -31,6 +31,14 @@ class Method:
     either: tuple[str, str]
     contradiction: str
 
+    def suits(self, recipe: Recipe) -> bool:
+        """Whether `recipe` follows the method or could be given it."""
+        try:
+            self.applied(recipe, getattr(recipe, self.field) or self.default)
+        except ConfigError:
+            return False
+        return True
+
     def with_options(self, recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
         """`recipe` with the options `given`, which change its settings, or give it the method.
 

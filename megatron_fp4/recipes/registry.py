@@ -91,13 +91,27 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     given = [(method, _taken(method, name, options)) for method in _METHODS]
     recipe = _found(name, options)
     for method, chosen in given:
-        if chosen and recipe.phases:
-            raise ConfigError(
-                f"recipe {name!r} has phases, which the option {next(iter(chosen))} does not "
-                "reach: give it in a recipe file, to the recipe and to its phases"
-            )
+        if chosen:
+            _check_reach(method, next(iter(chosen)), recipe, name)
         recipe = method.with_options(recipe, chosen)
     return _shared(recipe)
+
+
+def _check_reach(method: Method, option: str, recipe: Recipe, name: str) -> None:
+    """Raises ConfigError where `option` would be ignored: for phases, and for layers whose recipe
+    can follow the method."""
+    if recipe.phases:
+        raise ConfigError(
+            f"recipe {name!r} has phases, which the option {option} does not reach: give it in a "
+            "recipe file, to the recipe and to its phases"
+        )
+    for layers in recipe.layers:
+        if any(method.suits(each) for each in layers.recipe.alone):
+            raise ConfigError(
+                f"recipe {name!r} has layers that follow {layers.recipe.name}, which the option "
+                f"{option} does not reach: give it in a recipe file, in the options of each recipe "
+                "that it is for"
+            )
 
 
 def _taken(method: Method, name: str, options: dict[str, Any]) -> dict[str, Any]:
