@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from testing.builders.corpus import (
     sentencepiece_model,
 )
 from testing.builders.preprocessing import TEXTS, TRAIN, VALID, failure, files, run, write_corpus
+
+ROOT = Path(__file__).parents[3]
 
 
 def start(*words: object) -> Any:
@@ -108,6 +111,23 @@ def test_workers_end_with_their_process(
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a worker lives on"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("script", ["preprocess.py", "prepare_data.py"])
+def test_an_interruption_of_the_imports_is_quiet(script: str, tmp_path: Path) -> None:
+    """Where torch is imported, which can lose a KeyboardInterrupt."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    raise RecursionError\n"
+    )
+    command = [sys.executable, str(ROOT / "tools" / script), "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def interrupted(
