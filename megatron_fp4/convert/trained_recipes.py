@@ -27,11 +27,16 @@ class TrainedRecipes:
 
         linear: a global module name, such as "decoder.layers.3.mlp.linear_fc1".
         """
+        return next(iter(self.until_the_save(linear)), None)
+
+    def until_the_save(self, linear: str) -> tuple[Recipe, ...]:
+        """The recipes that a linear followed from the first step to the save, the last one first;
+        () for BF16 throughout. linear: as for `of`."""
         if self._recipe is None:
-            return None
+            return ()
         number = int(re.findall(r"\.layers\.(\d+)\.", linear)[0]) + 1
         found = recipe_for(linear, number, self._recipe, self._modules, self._args)
-        return found and found.at(self._progress)
+        return () if found is None else found.in_turn[found.begun(self._progress) :: -1]
 
     def keeps_in_bf16(self, linear: str) -> bool:
         """Whether flags of an FP4 run keep this linear in BF16."""

@@ -258,6 +258,36 @@ def test_what_cannot_be_exported_is_named(name: str, tmp_path: Path, capsys: Any
     assert words in line and "--quantize-as" in line and "--format plain" in line
 
 
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        (get_recipe("tetrajet-fp8", fp8_after=0), "mxfp4-ceil"),
+        (replace(get_recipe("tetrajet"), phases=(Phase(0, Recipe("bf16")),)), "mxfp4-ceil"),
+        (get_recipe(str(ROOT / "tests/mcore/ema.yaml")), "mxfp4-ceil"),
+        (get_recipe("mxfp4", ema_beta=0.5), "mxfp4"),
+        (recipe(replace(Quantizer(rule="ceil"), rounding="stochastic")), "mxfp4-ceil"),
+        (recipe(Quantizer(rule="ceil", block=(1, 16))), "mxfp4-ceil"),
+        (recipe(get_quantizer("nvfp4-sr")), "nvfp4"),
+        (recipe(get_quantizer("nvfp4-17-16-sr")), "nvfp4-17-16"),
+        (replace(get_recipe("four-over-six"), phases=(Phase(0, Recipe("bf16")),)),
+         "nvfp4-four-over-six"),
+        (recipe(Quantizer(rule="mse", block=(1, 16))), "mxfp4"),
+        (replace(get_recipe("tetrajet"), phases=(Phase(0, recipe(Quantizer(block=(1, 16)))),)),
+         "mxfp4"),
+        (get_recipe("dge-occ"), "mxfp4"),
+        (None, "mxfp4"),
+    ],
+    ids=["fp8-late", "bf16-late", "ema", "ema-floor", "stochastic", "blocks-of-16", "nvfp4-sr",
+         "17-16", "four-over-six", "mse", "the-last-phase", "rows", "bf16"],
+)  # fmt: skip
+def test_a_refusal_suggests_the_rule_of_training(
+    own: Recipe | None, wanted: str, tmp_path: Path, capsys: Any
+) -> None:
+    line = refusal(tmp_path, recorded(own), capsys)
+    assert f" --quantize-as {wanted} to quantize " in line
+    export(tmp_path / "megatron", tmp_path / "out", "--quantize-as", wanted)
+
+
 @pytest.mark.parametrize("name", ["dge-occ", "mxfp4-rht-sr", "bf16"])
 @pytest.mark.parametrize("form", ["mxfp4-ceil", "nvfp4"])
 def test_weights_are_quantized_if_asked(name: str, form: str, tmp_path: Path, capsys: Any) -> None:

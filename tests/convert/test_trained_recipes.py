@@ -52,5 +52,7 @@ class Saved:
 def test_the_phase_of_the_last_step_counts(recipe: Recipe, step: int, expected: Recipe) -> None:
     recipes = TrainedRecipes(Saved(recipe, step))  # type: ignore[arg-type]
     assert recipes.of("decoder.layers.1.mlp.linear_fc1") == expected
+    before = recipe.in_turn[: recipe.in_turn.index(expected) + 1]
+    assert recipes.until_the_save("decoder.layers.1.mlp.linear_fc1") == before[::-1]
     at = address("decoder.layers.mlp.linear_fc1.weight")
     assert quantizer_of(recipes, at, 1, None) == expected.fprop.b

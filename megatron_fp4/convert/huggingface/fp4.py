@@ -8,7 +8,13 @@ from functools import cached_property
 
 import torch
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize
+from megatron_fp4.arithmetic.quantizer import (
+    QuantizedTensor,
+    Quantizer,
+    get_quantizer,
+    list_quantizers,
+    quantize,
+)
 from megatron_fp4.arithmetic.weight_states import key_of
 from megatron_fp4.convert.huggingface.layouts import Entry
 from megatron_fp4.convert.torch_dist import Checkpoint
@@ -62,7 +68,7 @@ class QuantizedWeights:
         if not self.choices:
             raise ConfigError(
                 f"{checkpoint.path} was trained without FP4 weights in the forward pass: use "
-                "--format plain, or --quantize-as mxfp4 to quantize the weights now"
+                f"--format plain, or --quantize-as {self._closest} to quantize the weights now"
             )
 
     def _choice(self, entry: Entry) -> WeightQuantizer | None:
@@ -76,7 +82,8 @@ class QuantizedWeights:
             if self._quantize_as is None:
                 raise ConfigError(
                     f"{entry.linear} follows {recipe.name}, with {problem}, which {self._form} "
-                    "cannot hold: use --format plain, or --quantize-as mxfp4 to quantize it anew"
+                    f"cannot hold: use --format plain, or --quantize-as {self._closest} to "
+                    "quantize it anew"
                 )
         if self._quantize_as is None or self._recipes.keeps_in_bf16(entry.linear):
             return None
@@ -95,6 +102,23 @@ class QuantizedWeights:
                 " with --keep-average)"
             )
         return self._problem(w)
+
+    @cached_property
+    def _closest(self) -> str:
+        """The named quantizer that is closest to how training quantized W: with the formats and
+        rule of some linear's W, at the save or else before. MXFP4 if no name has these."""
+        named = {
+            (q.element, q.scale, q.rule, q.inflate): name
+            for name in reversed(list_quantizers())
+            if not (q := get_quantizer(name)).stochastic and not self._problem(q)
+        }
+        for entry in self.linears:
+            assert entry.linear is not None
+            for recipe in self._recipes.until_the_save(entry.linear):
+                w = recipe.fprop.b
+                if w and (name := named.get((w.element, w.scale, w.rule, w.inflate))):
+                    return name
+        return "mxfp4"
 
     @cached_property
     def _has_averages(self) -> bool:
