@@ -10,6 +10,7 @@ import pytest
 
 from tests.tools.sweep.test_axes import QUARTET
 from tests.tools.sweep.test_statistics import rows_of
+from tools.rows import Row
 from tools.sweep import factorial, llama, page, words
 from tools.sweep.axes import AXES, Combination
 from tools.sweep.building import recipe_of
@@ -55,6 +56,16 @@ def test_words_are_in_pairs_with_the_factorial() -> None:
             assert base in made
             assert {a for a in AXES if getattr(base, a) != getattr(changed, a)} <= set(word.values)
         made.update(changed for _, changed in word.pairs)
+
+
+def test_the_committed_results_are_of_these_words(committed: list[Row]) -> None:
+    """Neither more combinations nor others."""
+    found = [
+        Combination(**row["combination"])
+        for row in committed
+        if row["stage"] == "products" and row["star"] == words.STAR
+    ]
+    assert sorted(map(str, found)) == sorted(map(str, words.combinations()))
 
 
 def test_ms_eden_is_the_backward_pass_of_quartet_2() -> None:
