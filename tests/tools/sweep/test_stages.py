@@ -90,6 +90,22 @@ def test_errors_of_operands() -> None:
     assert ceil["x clipped"] == ceil["w clipped"] == 0 and ceil["x zeros"] > found["x zeros"] > 0
 
 
+def test_hot_channels_take_a_large_channel_off_x() -> None:
+    """It widens no block's scale then. X without such a channel gains little."""
+    [each] = recorded(inputs=128)
+    hot = Recorded("hot", each.x.clone(), each.weight, each.gradient)
+    hot.x[:, 5] *= 50
+
+    def gain(of: Recorded) -> float:
+        errors = (
+            products.evaluate(Combination(rule="ceil", outliers=outliers), [of], 1)["y error"]
+            for outliers in ("none", "hot-channels")
+        )
+        return next(errors) / next(errors)
+
+    assert gain(hot) > 2 > gain(each) > 1
+
+
 def test_double_quantization_is_biased_by_the_forward_pass_alone() -> None:
     """E[dX] is dY times the quantized W, so the bias is the error of W's nearest rounding."""
     each = recorded()[0]
@@ -155,6 +171,7 @@ def test_ue5m3_has_three_bits_of_mantissa() -> None:
     assert values.max() == 61440 and values[values > 0].min() == 2**-17
 
 
+LATER = {"scale": "ue5m3", "block": "16", "outer_scale": "tensor"}
 BF16 = Combination(forward="bf16", backward="bf16")
 DGE_BASE = Combination(rule="ceil", backward_rule="ceil", operands="forward")
 DGE = Combination(rule="ceil", backward_rule="ceil", operands="forward", estimator="dge")
@@ -190,7 +207,8 @@ def test_the_largest_groups_fit_all_small_tasks(
     monkeypatch.setattr(stage, "STEPS", 2)
     monkeypatch.setattr(stage, "TESTED", 1)
     widest = Combination(hadamard="all", group="128", rounding="all", x_mean="subtracted")
-    for each in (widest, QUARTET):
+    later = Combination(**LATER, rule="mse-fp8", backward_rule="mse-fp8", outliers="hot-channels")
+    for each in (widest, QUARTET, later):
         assert stage.evaluate(each, [], 1)["loss"] > 0
 
 
