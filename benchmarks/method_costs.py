@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.training_step import WARM, launched, timed
+from tools import pages
 from tools.stamp import stamp
 
 STEPS = 14
@@ -77,10 +78,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         by_name[row["name"]].append(row)
     plain = statistics.mean(row["ms"] for row in by_name["tetrajet"])
-    lines = [
-        "| | ms a step | times `tetrajet` | update's kernel, ms | peak GiB | calibration, s |",
-        "|---|---|---|---|---|---|",
-    ]
+    body = []
     for name, own in by_name.items():
         ms = statistics.mean(row["ms"] for row in own)
         ratios = sorted(row["ms"] / plain for row in own)
@@ -90,8 +88,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         cells = [name, f"{ms:.0f}", f"{ms / plain:.3f}{spread}"]
         cells += [f"{update:.1f}" if update else "", f"{max(row['peak_gib'] for row in own):.1f}"]
         cells.append(f"{statistics.mean(seconds):.1f}" if seconds else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        body.append(cells)
+    head = ["ms a step", "times `tetrajet`", "update's kernel, ms", "peak GiB", "calibration, s"]
+    return pages.table(["launch", *head], body)
 
 
 def main() -> None:

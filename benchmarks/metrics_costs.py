@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.training_step import WARM, launched, timed
+from tools import pages
 from tools.stamp import stamp
 
 FIRST = WARM + 2  # the number, from 1, of the first step that is timed
@@ -76,19 +77,17 @@ def mean(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def table(rows: list[dict[str, float]]) -> list[str]:
     """The result as a Markdown table: the mean over all cycles, and the least and the most."""
-    lines = [
-        "| | ms a step | ms of following rows | ms of a report | all, every 100 steps | peak GiB |",
-        "|---|---|---|---|---|---|",
-    ]
     each = [("mean", mean(rows))]
     for word, choose in (("least", min), ("most", max)):
         each.append((word, {name: choose(row[name] for row in rows) for name in rows[0]}))
         each[-1][1]["share"] = choose(share(row) for row in rows)
+    body = []
     for word, row in each:
         cells = [word, f"{row['plain ms']:.1f}", f"{row['sampling ms']:.1f}"]
         cells += [f"{row['report ms']:.0f}", f"{row.get('share', share(row)):.2%}"]
-        lines.append(f"| {' | '.join([*cells, f'{row["peak_gib"]:.1f}'])} |")
-    return lines
+        body.append([*cells, f"{row['peak_gib']:.1f}"])
+    head = ["ms a step", "ms of following rows", "ms of a report", f"all, every {INTERVAL} steps"]
+    return pages.table(["cycles", *head, "peak GiB"], body)
 
 
 def main() -> None:

@@ -9,6 +9,10 @@ and with the other recipe in each layer of the decoder and in each kind of linea
 same held-out text, so that differences of their losses are due to the recipes. It is the loss of
 the forward pass alone. What a recipe loses in training is more than that.
 
+A recipe with phases is measured in the one that holds at one share of training (--at), by default
+in the first. Linears of its `layers` follow what they follow there, unless they are in the place
+that is measured.
+
 Prints a table, and the `layers` of a recipe that leaves the places of the largest gain to the other
 recipe (docs/recipe-files.md, Layers).
 """
@@ -17,15 +21,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
-from megatron_fp4 import ConfigError, get_recipe
-from megatron_fp4.recipes.registry import read_options
+from megatron_fp4 import ConfigError, Recipe, get_recipe, list_recipes
+from megatron_fp4.recipe import Layers
+from megatron_fp4.recipes import content, read_options
+from megatron_fp4.recipes.assignment import Modules, recipes_of_layers
 from tools import pages
 from tools.runs import RunFailed, run
 
@@ -56,36 +64,79 @@ def places(layers: int) -> Iterator[str]:
 
 
 class Launch(NamedTuple):
-    """What the flags of a launch say of its model and recipe.
+    """A launch whose places are measured.
 
-    layers: of the decoder. recipe: as --fp4-recipe names it. options: those of --fp4-recipe-option,
-    by their names.
+    flags: all but those that name the recipe. layers: of the decoder. recipe: as --fp4-recipe names
+    it. options: those of --fp4-recipe-option, by their names.
     """
 
+    flags: list[str]
     layers: int
     recipe: str
     options: dict[str, str]
 
 
 def read_launch(flags: Sequence[str]) -> Launch:
-    """The layers and the recipe of a launch. Raises ValueError for one that cannot be measured."""
+    """The launch with these flags. Raises ValueError for one that cannot be measured."""
+    of_recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    of_recipe.add_argument("--fp4-recipe")
+    of_recipe.add_argument("--fp4-recipe-option", action="append", default=[])
+    named, others = of_recipe.parse_known_args(flags)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--num-layers", "--fp4-recipe"):
-        parser.add_argument(name)
-    parser.add_argument("--fp4-recipe-option", action="append", default=[])
+    parser.add_argument("--num-layers")
     for name in ("--load", *CONFLICTS):
         parser.add_argument(name, nargs="*")
-    known, _ = parser.parse_known_args(flags)
+    known, _ = parser.parse_known_args(others)
     if known.num_layers is None or not known.num_layers.isdecimal():
         raise ValueError("the launch needs --num-layers: its layers are measured one by one")
     if known.load is None:
         raise ValueError("the launch needs --load: it evaluates a checkpoint")
-    if known.fp4_recipe is None:
-        raise ValueError("the launch needs --fp4-recipe, of all linears: it may be another recipe")
+    if named.fp4_recipe in (None, "bf16", "off"):
+        raise ValueError(
+            "the launch needs --fp4-recipe with a recipe: it may be another than that "
+            "of the training"
+        )
     for name in CONFLICTS:
         if getattr(known, name.strip("-").replace("-", "_")) is not None:
             raise ValueError(f"leave out {name}: each place is measured in one recipe or the other")
-    return Launch(int(known.num_layers), known.fp4_recipe, read_options(known.fp4_recipe_option))
+    options = read_options(named.fp4_recipe_option)
+    return Launch(others, int(known.num_layers), named.fp4_recipe, options)
+
+
+def recipes_at(recipe: Recipe, share: float, layers: int) -> Modules:
+    """What the linears of a decoder with so many layers follow at one share of training: globs for
+    their names, each with a recipe without phases and layers, or None for BF16. The last glob that
+    matches a name decides.
+
+    Raises ValueError where nothing is quantized then, and for a share outside of [0, 1].
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"--at is a share of training, from 0 to 1, not {share:g}")
+    found = [
+        (glob, own and replace(own.at(share), phases=(), layers=()))
+        for glob, own in [("*", recipe), *recipes_of_layers(recipe, layers)]
+    ]
+    if not any(own and own.quantized for _, own in found):
+        raise ValueError(
+            f"recipe {recipe.name} quantizes nothing at {share:g} of training: give --at the share "
+            "of training of a phase that does"
+        )
+    return [(glob, own if own and own.quantized else None) for glob, own in found]
+
+
+def flags_of(modules: Modules, folder: Path) -> list[str]:
+    """Flags of a launch whose linears follow `modules`, as `recipes_at` returns them. Its recipes
+    are written into the folder."""
+    files: dict[Recipe, str] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for recipe in dict.fromkeys(own for _, own in modules if own):
+        path = folder.resolve() / f"recipe-{len(files)}.yaml"
+        path.write_text(content.write(recipe))  # JSON, which is YAML too
+        files[recipe] = str(path)
+    flags = ["--fp4-recipe", next(iter(files.values()))]
+    for glob, own in modules:
+        flags += ["--fp4-module-recipe", f"{glob}={files[own] if own else 'bf16'}"]
+    return flags
 
 
 def sensitivity(evaluate: Evaluate, other: str, layers: int) -> tuple[float, float, list[Found]]:
@@ -140,30 +191,35 @@ def table(low: float, high: float, found: Sequence[Found], recipe: str, other: s
     return pages.table(head, rows)
 
 
-def chosen(
-    found: Sequence[Found],
-    count: int,
-    low: float,
-    recipe: str,
-    options: Mapping[str, str],
-    other: str,
-) -> str:
-    """The text of a recipe file: `recipe`, but `other` in the `count` layers whose loss it lowers
-    most. Layers whose loss it does not lower are left out.
+def chosen(found: Sequence[Found], count: int, low: float, launch: Launch, other: str) -> str:
+    """The text of a recipe file: the launch's recipe, but `other` in the `count` layers whose loss
+    it lowers most. Layers whose loss it does not lower are left out.
 
-    found: the losses with `other` in one place each. low: the loss without it. options: of
-    `recipe`.
+    found: the losses with `other` in one place each. low: the loss without it.
     """
-    layers = [each for each in found if not each.place.startswith("*") and each.loss < low]
-    best = sorted(layers, key=lambda each: each.loss)[:count]
-    lines = [f"base: {recipe}" if best else f"base: {recipe}  # no layer gains"]
-    if options:
-        lines.append(f"options: {yaml.safe_dump(options, default_flow_style=True).strip()}")
-    if best:
-        lines.append("layers:")
-    return "\n".join(
-        [*lines, *(f'  - {{modules: "{each.place}", recipe: {other}}}' for each in best)]
-    )
+    gaining = [each for each in found if not each.place.startswith("*") and each.loss < low]
+    best = sorted(gaining, key=lambda each: each.loss)[:count]
+    file: dict[str, object] = {"base": launch.recipe}
+    if launch.options:
+        file["options"] = launch.options
+    if best:  # a file with layers of its own has none of its base
+        own = get_recipe(launch.recipe, **launch.options).layers
+        file["layers"] = [
+            *map(entry, own), *({"modules": each.place, "recipe": other} for each in best)
+        ]  # fmt: skip
+    text = yaml.safe_dump(file, default_flow_style=None, sort_keys=False).strip()
+    return text if best else f"# no layer gains\n{text}"
+
+
+def entry(layers: Layers) -> dict[str, object]:
+    """The entry of a recipe file's `layers` for these."""
+    recipe, name = layers.recipe, layers.recipe.name
+    named: object = "bf16"
+    if recipe.ever_quantized:
+        builtin = name in list_recipes() and get_recipe(name) == recipe
+        named = name if builtin else json.loads(content.write(recipe))
+    places = {key: getattr(layers, key) for key in ("first", "last", "modules")}
+    return {key: place for key, place in places.items() if place} | {"recipe": named}
 
 
 def main() -> None:
@@ -172,6 +228,7 @@ def main() -> None:
         usage="python -m tools.sensitivity [options] -- <flags of the launch>",
     )
     parser.add_argument("--in-place", default="fp8", help="of one place at a time: fp8, bf16, ...")
+    parser.add_argument("--at", type=float, default=0.0, help="share of training, for phases")
     parser.add_argument("--choose", type=int, default=2, help="layers of the recipe file")
     parser.add_argument("--processes", type=int, default=1, help="ranks of the launch")
     parser.add_argument("--work", type=Path, default=Path("runs/sensitivity"), help="for logs")
@@ -183,20 +240,23 @@ def main() -> None:
         if args.processes < 1:
             raise ValueError(f"--processes is {args.processes}: give 1 or more")
         launch = read_launch(args.flags)
-        for name, options in ((launch.recipe, launch.options), (args.in_place, {})):
-            if name not in ("bf16", "off"):
-                recipe = get_recipe(name, **options)
-                if recipe.phases or recipe.layers:
-                    raise ValueError(f"{name} has phases or layers: give one without, as tetrajet")
-        evaluate = launched(args.flags, args.processes, args.work)
+        if args.in_place != "bf16" and not get_recipe(args.in_place).is_uniform:
+            raise ValueError(
+                f"--in-place {args.in_place} has phases or layers: give a recipe without, as fp8"
+            )
+        recipe = get_recipe(launch.recipe, **launch.options)
+        own = flags_of(recipes_at(recipe, args.at, launch.layers), args.work)
+        evaluate = launched([*launch.flags, *own], args.processes, args.work)
         low, high, found = sensitivity(evaluate, args.in_place, launch.layers)
     except OSError as error:
         sys.exit(f"sensitivity: --work {args.work}: {error.strerror}: give another folder")
     except (ValueError, ConfigError, RunFailed) as error:
         sys.exit(f"sensitivity: {error}")
+    if any(each.phases for each in recipe.followed):
+        print(f"At {args.at:g} of training:\n")
     print("\n".join(table(low, high, found, launch.recipe, args.in_place)))
     print()
-    print(chosen(found, args.choose, low, launch.recipe, launch.options, args.in_place))
+    print(chosen(found, args.choose, low, launch, args.in_place))
 
 
 if __name__ == "__main__":

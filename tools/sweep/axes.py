@@ -25,10 +25,13 @@ AXES: dict[str, tuple[str, ...]] = {
     "scale": ("e8m0", "e4m3", "ue5m3", "fp32"),
     "block": ("32", "16"),
     "weight_block": ("line", "square"),
-    "rule": ("floor", "ceil", "mse", "nearest", "up", "inflated", "four-over-six", "absmax"),
+    "rule": (
+        *("floor", "ceil", "mse"),
+        *("nearest", "up", "inflated", "four-over-six", "mse-fp8", "absmax"),
+    ),
     "backward_rule": (
         *("floor", "ceil", "mse", "three-quarters"),
-        *("nearest", "up", "inflated", "unit-gain", "absmax"),
+        *("nearest", "up", "inflated", "unit-gain", "mse-fp8", "absmax"),
     ),
     "outer_scale": ("none", "tensor", "row"),
     "rounding": ("nearest", "gradients", "gradients-and-x", "backward", "all"),
@@ -41,6 +44,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "outer_gradient": ("ignored", "kept"),
     "estimated": ("w", "x", "both"),
     "x_mean": ("kept", "subtracted"),
+    "outliers": ("none", "hot-channels"),
     "loss_scale": ("1", "65536"),
     "optimizer": ("adam", "stable-spam"),
 }
@@ -51,7 +55,10 @@ WHAT = {
     "scale": "the format of block scales",
     "block": "elements that share a scale",
     "weight_block": "blocks of W: of one row, or as many rows as columns",
-    "rule": "how a block scale follows from the block's maximum, in fprop; inflated: times 17/16",
+    "rule": (
+        "how a block scale follows from the block's maximum, in fprop; inflated: times 17/16; "
+        "mse-fp8: the best of those that FP8 GEMMs take"
+    ),
     "backward_rule": (
         "the same in dgrad and wgrad; three-quarters: floor, values times 3/4; unit-gain: as in "
         "MS-EDEN (arXiv 2601.22813), nearest codes and scales rounded stochastically"
@@ -67,18 +74,30 @@ WHAT = {
     "outer_gradient": "the gradient through the outer scale; with maximum vjp it is zero",
     "estimated": "the operands of fprop with an estimator, or a gradient through a scale",
     "x_mean": "whether the mean of X over tokens is multiplied apart, and only the rest quantized",
+    "outliers": "what is split off X in fprop: of each 32 channels the hottest (arXiv 2602.02047)",
     "loss_scale": "what multiplies the loss, and divides the gradients",
     "optimizer": "AdamW, or StableSPAM (arXiv 2502.17055)",
 }
+# Values that are younger than the committed sample. No star has them: the sample of a seed, and so
+# what of it has results, would be another one. `try`, `run axis=value` and words take them.
+UNDRAWN = {
+    "rule": ("mse-fp8",),
+    "backward_rule": ("mse-fp8",),
+    "outliers": ("hot-channels",),
+}
 _OF_SCALE = {
     "e8m0": ("floor", "ceil", "mse", "three-quarters"),
-    "e4m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain"),
-    "ue5m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain"),
+    "e4m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain", "mse-fp8"),
+    "ue5m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain", "mse-fp8"),
     "fp32": ("absmax",),
 }
 _OUTER = {"e8m0": ("none", "row"), "fp32": ("none",)}
-_OF_E2M1_ROWS = ("four-over-six", "unit-gain")  # rules of E2M1 in blocks of one row alone
-_TO_NEAREST = ("mse", "four-over-six", "unit-gain")  # rules without stochastic rounding
+_OF_E2M1_ROWS = (
+    "four-over-six",
+    "unit-gain",
+    "mse-fp8",
+)  # rules of E2M1 in blocks of one row alone
+_TO_NEAREST = ("mse", "four-over-six", "unit-gain", "mse-fp8")  # rules without stochastic rounding
 _OF_FP4 = (
     *("element", "scale", "block", "weight_block", "outer_scale"),
     *("rounding", "hadamard", "x_mean"),
@@ -111,6 +130,7 @@ class Combination:
     outer_gradient: str = "ignored"
     estimated: str = "w"
     x_mean: str = "kept"
+    outliers: str = "none"
     loss_scale: str = "1"
     optimizer: str = "adam"
 
@@ -179,7 +199,7 @@ def _without_effect(c: Combination, axis: str) -> tuple[str, ...]:
     forward = {"forward": c.forward == "fp4"}
     permits: dict[str, dict[str, bool]] = {
         **dict.fromkeys(_OF_FP4, dict.fromkeys(("forward", "backward"), c.in_fp4)),
-        **dict.fromkeys(("rule", "estimator", "maximum"), forward),
+        **dict.fromkeys(("rule", "estimator", "maximum", "outliers"), forward),
         **dict.fromkeys(("group", "signs"), {"hadamard": c.hadamard != "none"}),
         "backward_rule": {"backward": c.backward == "fp4"},
         "operands": {**forward, "backward": c.backward != "bf16"},
@@ -213,6 +233,8 @@ def _against(c: Combination, axis: str, value: str) -> tuple[str, ...]:
         return tuple(other for other in needs if getattr(c, other) != "fp4")
     if axis == "x_mean" and value != "kept" and estimates(c) and c.estimated != "w":
         return ("estimated",)  # an estimator of X would be of X without its mean
+    if axis == "outliers" and value != "none":
+        return _against_outliers(c)
     return ()
 
 
@@ -225,6 +247,12 @@ def _against_rounding(c: Combination, rounding: str) -> tuple[str, ...]:
     if rounding != "nearest" and c.backward_rule in _TO_NEAREST:
         return ("backward_rule",)
     return ("forward",) if rounding == "all" and c.forward != "fp4" else ()
+
+
+def _against_outliers(c: Combination) -> tuple[str, ...]:
+    """`_against` of hot channels: they go with no estimator of X, and with X as it is."""
+    excluded = {"estimated": estimates(c) and c.estimated != "w", "x_mean": c.x_mean != "kept"}
+    return tuple(other for other, excludes in excluded.items() if excludes)
 
 
 def estimates(c: Combination) -> bool:
@@ -271,12 +299,19 @@ def _told(c: Combination, axis: str) -> str:
     return f"{axis}={value}{' (the default)' if value == first(axis) else ''}"
 
 
+def drawn(combination: Combination, axis: str) -> tuple[str, ...]:
+    """Those of `values` that stars have."""
+    own = UNDRAWN.get(axis, ())
+    return tuple(value for value in values(combination, axis) if value not in own)
+
+
 def draw(source: random.Random) -> Combination:
-    """A combination at random: on each axis in turn one of the values that it may have beside those
-    that were drawn, each with the same probability."""
+    """A combination at random: on each axis in turn one of the values of `drawn` beside those that
+    were drawn before, each with the same probability."""
     found = Combination()
     for axis in AXES:
-        found = replace(found, **{axis: source.choice(values(found, axis))})
+        if AXES[axis][1:] != UNDRAWN.get(axis):  # a younger axis must not shift the draws after it
+            found = replace(found, **{axis: source.choice(drawn(found, axis))})
     return found
 
 
@@ -285,5 +320,5 @@ def line(center: Combination, axis: str) -> dict[str, Combination]:
     """By value of the axis the combinations that differ from the center on this axis, and the
     center itself. On other axes they differ only where the center's value contradicts the axis:
     another format of scales has other rules, of which each has the first."""
-    found = {value: replace(center, **{axis: value}) for value in values(center, axis)}
+    found = {value: replace(center, **{axis: value}) for value in drawn(center, axis)}
     return {value: settled(each) for value, each in found.items()}

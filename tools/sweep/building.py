@@ -8,6 +8,7 @@ from typing import Any
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
+from megatron_fp4.arithmetic.hot_channels import HotChannels
 from tools.sweep.axes import Combination, check, estimates
 
 THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502.20586
@@ -19,6 +20,7 @@ UNIT_GAIN_INFLATED = INFLATED * 0.93
 LARGEST = {"e8m0": 1.0, "e4m3": 448.0, "ue5m3": 32768.0}
 LOWER = LARGEST | {"e4m3": 256.0}
 _RULES = {"three-quarters": "floor", "inflated": "nearest", "unit-gain": "nearest"}
+HOT_CHANNELS = HotChannels(group=32, count=1)
 GRADIENT = Quantizer(element="e5m2", scale="fp32", block=(1, 0), rule="absmax")
 
 
@@ -39,6 +41,7 @@ def recipe_of(combination: Combination) -> Recipe:
         backward="forward" if c.operands == "forward" else "raw",
         estimator=_estimator(c) if c.estimated != "x" else None,
         x_estimator=_estimator(c) if c.estimated != "w" else None,
+        outliers=HOT_CHANNELS if c.outliers == "hot-channels" else None,
         x_mean=c.x_mean,  # type: ignore[arg-type]
     )
 

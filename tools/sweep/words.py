@@ -101,26 +101,33 @@ _ANY = "E8M0, E4M3, UE5M3"
 _SCALED = "E4M3, UE5M3, tensor scale"
 
 
-def _words() -> Iterator[Word]:
-    """Words of all formats, then those of one format of scales."""
-    unquantized = {"backward": "bf16", "backward_rule": "floor", "rounding": "nearest"}
-    for what, values in (
-        ("fprop in BF16", {"forward": "bf16", "rule": "floor"}),
-        ("dgrad and wgrad in BF16", unquantized),
-        ("dY in FP8, X and W of the backward pass in BF16", unquantized | {"backward": "fp8"}),
-        ("elements in E1M2", {"element": "e1m2"}),
-        ("square blocks of W", {"weight_block": "square"}),
-        ("the mean of X subtracted", {"x_mean": "subtracted"}),
-        ("the backward pass with the X and W of fprop", {"operands": "forward"}),
-        ("stochastic rounding of X too", {"rounding": "gradients-and-x"}),
-        ("stochastic rounding of X and W too", BACKWARD),
-        ("stochastic rounding everywhere", {"rounding": "all"}),
-        ("a Hadamard transform of fprop", {"hadamard": "forward", "group": "32"}),
-        ("a Hadamard transform of wgrad", {"hadamard": "wgrad", "group": "32"}),
-        ("a Hadamard transform of all GEMMs", {"hadamard": "all", "group": "32"}),
-        ("StableSPAM in place of AdamW", {"optimizer": "stable-spam"}),
-    ):
+_UNQUANTIZED = {"backward": "bf16", "backward_rule": "floor", "rounding": "nearest"}
+# Changes that go with every format of scales.
+_CHANGES: dict[str, Mapping[str, str]] = {
+    "fprop in BF16": {"forward": "bf16", "rule": "floor"},
+    "dgrad and wgrad in BF16": _UNQUANTIZED,
+    "dY in FP8, X and W of the backward pass in BF16": _UNQUANTIZED | {"backward": "fp8"},
+    "elements in E1M2": {"element": "e1m2"},
+    "square blocks of W": {"weight_block": "square"},
+    "the mean of X subtracted": {"x_mean": "subtracted"},
+    "the backward pass with the X and W of fprop": {"operands": "forward"},
+    "stochastic rounding of X too": {"rounding": "gradients-and-x"},
+    "stochastic rounding of X and W too": BACKWARD,
+    "stochastic rounding everywhere": {"rounding": "all"},
+    "a Hadamard transform of fprop": {"hadamard": "forward", "group": "32"},
+    "a Hadamard transform of wgrad": {"hadamard": "wgrad", "group": "32"},
+    "a Hadamard transform of all GEMMs": {"hadamard": "all", "group": "32"},
+    "StableSPAM in place of AdamW": {"optimizer": "stable-spam"},
+}
+
+
+def _of_all_formats() -> Iterator[Word]:
+    for what, values in _CHANGES.items():
         yield Word(what, _ANY, FORMATS, values)
+
+
+def _of_transforms() -> Iterator[Word]:
+    """Groups and signs of the transform, and what it does beside stochastic rounding."""
     for axis in ("group", "signs"):
         for value in AXES[axis]:
             if value not in ("32", "128", "random"):  # 128 does not fit the last stage's model
@@ -129,15 +136,25 @@ def _words() -> Iterator[Word]:
     yield Word("stochastic rounding of X and W too", f"{_ANY}, Hadamard", _TRANSFORMED, BACKWARD)
     where = f"{_ANY}, stochastic rounding of dY, X and W"
     yield Word("a Hadamard transform of the backward pass", where, _ROUNDED, HADAMARD)
+
+
+def _of_estimators() -> Iterator[Word]:
     for value in AXES["estimated"][1:]:
         yield Word(f"DGE of {value} in place of W", _ANY, _DGE_OF_ANY, {"estimated": value})
     yield Word(
         "the gradient of the outer scale", _SCALED, _ESTIMATED_OF_TENSOR, {"outer_gradient": "kept"}
     )
+
+
+def _of_outer_scales() -> Iterator[Word]:
     yield Word("a row scale", "E8M0", _OF_E8M0, {"outer_scale": "row"})
     yield Word(
         "a row scale in place of a tensor scale", _SCALED, _OF_TENSOR, {"outer_scale": "row"}
     )
+
+
+def _of_rules() -> Iterator[Word]:
+    """Rules for scales: of E8M0, then of the formats that have a tensor scale."""
     for rule in ("floor", "mse"):
         yield Word(f"rule {rule} of fprop in place of ceil", "E8M0", _OF_E8M0, {"rule": rule})
     for rule, bases in (
@@ -153,7 +170,6 @@ def _words() -> Iterator[Word]:
     ):  # fmt: skip
         what = f"rule {rule} of the backward pass in place of inflated"
         yield Word(what, _SCALED, bases, {"backward_rule": rule})
-    yield from _ms_eden()
 
 
 def _ms_eden() -> Iterator[Word]:
@@ -175,4 +191,11 @@ def _ms_eden() -> Iterator[Word]:
     yield Word(what, where, of_all, MS_EDEN | {"rounding": "nearest"})
 
 
-WORDS = tuple(_words())
+WORDS = (
+    *_of_all_formats(),
+    *_of_transforms(),
+    *_of_estimators(),
+    *_of_outer_scales(),
+    *_of_rules(),
+    *_ms_eden(),
+)

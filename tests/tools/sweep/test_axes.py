@@ -10,9 +10,23 @@ import pytest
 
 from megatron_fp4 import ConfigError, Recipe, get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
-from tools.sweep.axes import AXES, TRAINING, Combination, check, draw, first, line, values
+from tools.rows import Row
+from tools.sweep.__main__ import NUMBER, SEED
+from tools.sweep.axes import (
+    AXES,
+    TRAINING,
+    UNDRAWN,
+    Combination,
+    check,
+    draw,
+    drawn,
+    first,
+    line,
+    settled,
+    values,
+)
 from tools.sweep.building import recipe_of
-from tools.sweep.promotion import DESIGNED
+from tools.sweep.promotion import DESIGNED, stars_of
 from tools.sweep.sampling import sample
 
 TETRAJET = Combination(rule="ceil", backward_rule="ceil", rounding="backward", operands="forward")
@@ -83,8 +97,7 @@ def test_a_star_is_the_lines_through_its_center() -> None:
 def test_each_combination_that_is_drawn_is_a_recipe() -> None:
     """None is refused, which would change what is drawn evenly."""
     source = random.Random(3)
-    drawn = [draw(source) for _ in range(600)]
-    for each in drawn:
+    for each in [draw(source) for _ in range(600)]:
         check(each)
         if each.in_fp4:
             recipe_of(each)
@@ -92,11 +105,11 @@ def test_each_combination_that_is_drawn_is_a_recipe() -> None:
 
 def test_values_are_drawn_evenly_among_those_that_are_possible() -> None:
     source = random.Random(4)
-    drawn = [draw(source) for _ in range(4000)]
+    many = [draw(source) for _ in range(4000)]
     for axis in ("scale", "rule", "backward_rule", "outer_scale", "rounding", "group"):
         cases: dict[tuple[str, ...], Counter[str]] = {}
-        for each in drawn:
-            own = cases.setdefault(values(each, axis), Counter())
+        for each in many:
+            own = cases.setdefault(drawn(each, axis), Counter())
             own[getattr(each, axis)] += 1
         for allowed, found in cases.items():
             for value in allowed:
@@ -106,8 +119,39 @@ def test_values_are_drawn_evenly_among_those_that_are_possible() -> None:
 
 
 def test_every_value_is_drawn() -> None:
+    """But for those that came after the committed sample."""
     seen = {(axis, getattr(each, axis)) for each in DRAWN for axis in AXES}
-    assert seen == {(axis, value) for axis, found in AXES.items() for value in found}
+    later = {(axis, value) for axis, found in UNDRAWN.items() for value in found}
+    assert seen == {(axis, value) for axis, found in AXES.items() for value in found} - later
+
+
+def test_the_committed_results_are_of_the_sample(committed: list[Row]) -> None:
+    """Each combination in its star, so that `run` goes on with them."""
+    found = stars_of(row for row in committed if row["stage"] == "products")
+    assert found == sample(NUMBER, SEED)
+
+
+def test_later_values_are_of_recipes() -> None:
+    source = random.Random(5)
+    seen = Counter[tuple[str, str]]()
+    for each in [draw(source) for _ in range(600)]:
+        for axis, later in UNDRAWN.items():
+            for value in {*later} & {*values(each, axis)}:
+                changed = settled(replace(each, **{axis: value}))
+                assert getattr(changed, axis) == value
+                recipe_of(changed)
+                seen[axis, value] += 1
+    assert min(seen.values()) > 10 and len(seen) == sum(map(len, UNDRAWN.values()))
+
+
+def test_rule_mse_fp8_and_hot_channels_are_those_of_a_recipe_file() -> None:
+    """Of one of the candidates, whose backward pass has another format of scales."""
+    chosen = {"scale": "ue5m3", "block": "16", "rule": "mse-fp8", "outliers": "hot-channels"}
+    found = recipe_of(Combination(**chosen, backward="bf16"))
+    file = get_recipe("benchmarks/study/candidates/fp8-scales-hot.yaml")
+    assert (found.fprop, found.outliers) == (file.fprop, file.outliers)
+    assert found.outliers is not None
+    assert recipe_of(Combination(**chosen | {"outliers": "none"}, backward="bf16")).outliers is None
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -145,7 +189,24 @@ def test_a_line_changes_another_axis_only_where_it_must() -> None:
         (
             {"scale": "e4m3", "backward_rule": "up"},
             "rule=floor (the default) does not go with scale=e4m3: "
-            "give rule=nearest or up or inflated or four-over-six",
+            "give rule=nearest or up or inflated or four-over-six or mse-fp8",
+        ),
+        (
+            {"outliers": "hot-channels", "estimator": "dge", "estimated": "x"},
+            "outliers=hot-channels does not go with estimated=x: give outliers=none",
+        ),
+        (
+            {"outliers": "hot-channels", "x_mean": "subtracted"},
+            "outliers=hot-channels does not go with x_mean=subtracted: give outliers=none",
+        ),
+        (
+            {"outliers": "hot-channels", "forward": "bf16"},
+            "outliers=hot-channels has no effect with forward=bf16: "
+            "leave it out, or change forward",
+        ),
+        (
+            {"scale": "ue5m3", "rule": "up", "backward_rule": "mse-fp8", "rounding": "gradients"},
+            "rounding=gradients does not go with backward_rule=mse-fp8: give rounding=nearest",
         ),
         (
             {"scale": "e4m3", "rule": "four-over-six", "backward_rule": "up"}
@@ -177,7 +238,9 @@ def test_a_uniform_grid_takes_no_rule_of_e2m1() -> None:
     uniform = Combination(**NVFP4, backward_rule="up", element="e1m2")
     elements = [recipe_of(uniform).quantizer(g, o) for g, o in (("fprop", "w"), ("wgrad", "dy"))]
     assert [q and q.element for q in elements] == ["e1m2", "e1m2"]
-    for axis, rule in (("rule", "four-over-six"), ("backward_rule", "unit-gain")):
+    for axis, rule in (
+        ("rule", "four-over-six"), ("rule", "mse-fp8"), ("backward_rule", "unit-gain"),
+    ):  # fmt: skip
         assert rule not in values(uniform, axis)
         assert rule in values(replace(uniform, element="e2m1"), axis)  # the control
         with pytest.raises(ConfigError, match=f"{axis}={rule} does not go with element=e1m2: give"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tools.sweep.stages import STAGES
 from tools.sweep.stages.stable_spam import StableSPAM
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -41,6 +44,32 @@ def test_its_steps_are_those_of_the_formulas() -> None:
     np.testing.assert_allclose(run(StableSPAM, gradients, reset=10), formulas(gradients, 10))
     assert not np.allclose(run(StableSPAM, gradients, reset=10), formulas(gradients, 1000))
     assert not np.allclose(run(StableSPAM, gradients, reset=10), formulas(gradients, 10, False))
+
+
+def test_after_each_interval_the_moments_begin_at_zero() -> None:
+    """The first gradient after a reset is all that Adam then knows, so that its step is lr times
+    the gradient's sign. What clips and smooths gradients goes on."""
+    gradients = [np.array([1.0, -2.0, 3.0]), np.array([-1.0, 2.0, -3.0])]
+    for steps, begins in ((10, True), (9, False), (11, False)):
+        before = run(StableSPAM, gradients[:1] * steps, reset=10)
+        after = run(StableSPAM, [*gradients[:1] * steps, gradients[1]], reset=10)
+        moved = after - before * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"])
+        assert np.allclose(moved, -OPTIONS["lr"] * np.sign(gradients[1])) is begins
+
+
+def test_no_training_of_a_sweep_is_as_long_as_an_interval() -> None:
+    """As docs/design-space.md says."""
+    interval = inspect.signature(StableSPAM).parameters["reset"].default
+    steps = {name: stage.settings["steps"] for name, stage in STAGES.items() if not stage.recorded}
+    assert max(steps.values()) < interval
+    assert set(steps) == {"regression", "digits", "diffusion"}
+    sentence = (
+        f"to zero after every {interval:,} steps, as in its paper. The trainings here have "
+        f"{steps['regression']} steps (`regression`), {steps['digits']} (`digits`) and "
+        f"{steps['diffusion']} (`diffusion`)"
+    )
+    page = Path(__file__).parents[3] / "docs/design-space.md"
+    assert sentence in page.read_text()
 
 
 def formulas(gradients: list[np.ndarray], reset: int, clips: bool = True) -> np.ndarray:

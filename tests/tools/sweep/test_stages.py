@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron_fp4 import GemmRecipe, Recipe, linear
 from megatron_fp4.arithmetic.formats import UE5M3
 from megatron_fp4.arithmetic.hadamard import Hadamard, transform
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.makers import pytorch
 from tests.tools.sweep.test_axes import QUARTET, RHT, TETRAJET
 from tools.sweep.axes import Combination
@@ -88,6 +90,22 @@ def test_errors_of_operands() -> None:
     assert ceil["x clipped"] == ceil["w clipped"] == 0 and ceil["x zeros"] > found["x zeros"] > 0
 
 
+def test_hot_channels_take_a_large_channel_off_x() -> None:
+    """It widens no block's scale then. X without such a channel gains little."""
+    [each] = recorded(inputs=128)
+    hot = Recorded("hot", each.x.clone(), each.weight, each.gradient)
+    hot.x[:, 5] *= 50
+
+    def gain(of: Recorded) -> float:
+        errors = (
+            products.evaluate(Combination(rule="ceil", outliers=outliers), [of], 1)["y error"]
+            for outliers in ("none", "hot-channels")
+        )
+        return next(errors) / next(errors)
+
+    assert gain(hot) > 2 > gain(each) > 1
+
+
 def test_double_quantization_is_biased_by_the_forward_pass_alone() -> None:
     """E[dX] is dY times the quantized W, so the bias is the error of W's nearest rounding."""
     each = recorded()[0]
@@ -153,6 +171,7 @@ def test_ue5m3_has_three_bits_of_mantissa() -> None:
     assert values.max() == 61440 and values[values > 0].min() == 2**-17
 
 
+LATER = {"scale": "ue5m3", "block": "16", "outer_scale": "tensor"}
 BF16 = Combination(forward="bf16", backward="bf16")
 DGE_BASE = Combination(rule="ceil", backward_rule="ceil", operands="forward")
 DGE = Combination(rule="ceil", backward_rule="ceil", operands="forward", estimator="dge")
@@ -188,8 +207,44 @@ def test_the_largest_groups_fit_all_small_tasks(
     monkeypatch.setattr(stage, "STEPS", 2)
     monkeypatch.setattr(stage, "TESTED", 1)
     widest = Combination(hadamard="all", group="128", rounding="all", x_mean="subtracted")
-    for each in (widest, QUARTET):
+    later = Combination(**LATER, rule="mse-fp8", backward_rule="mse-fp8", outliers="hot-channels")
+    for each in (widest, QUARTET, later):
         assert stage.evaluate(each, [], 1)["loss"] > 0
+
+
+@pytest.mark.parametrize("stage", [regression, digits, diffusion], ids=lambda each: each.__name__)
+def test_batches_are_of_whole_blocks_and_groups(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wgrad contracts the batch: its blocks have 32 elements, its largest groups 128."""
+    monkeypatch.setattr(stage, "STEPS", 1)
+    assert stage.STAGE.settings["batch"] % 128 == 0
+    for batch, refused in ((100, Combination()), (96, Combination(hadamard="wgrad", group="128"))):
+        monkeypatch.setattr(stage, "BATCH", batch)
+        with pytest.raises(ConfigError, match=f"{batch}"):
+            stage.evaluate(refused, [], 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "widths"), [(digits.Classifier, (64,)), (diffusion.Denoiser, (64, 1))]
+)
+def test_the_ends_of_a_model_are_not_quantized(model: Any, widths: tuple[int, ...]) -> None:
+    """First and last linear multiply in float32, and the linears between them by the recipe."""
+    built = model(QUARTET, 1)
+    errors: dict[str, float] = {}
+
+    def compare(name: str, module: torch.nn.Linear, given: Any, found: Tensor) -> None:
+        bias = 0 if module.bias is None else module.bias.double()
+        errors[name] = relative(found, given[0].double() @ module.weight.double().t() + bias)
+
+    for name, module in built.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(partial(compare, name))
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        built(*(torch.randn(128, width, generator=source) for width in widths))
+    ends = errors.pop("first"), errors.pop("last")
+    assert max(ends) < 1e-6 and errors and min(errors.values()) > 0.05
 
 
 def test_a_loss_scale_is_taken_out_of_the_gradients() -> None:
