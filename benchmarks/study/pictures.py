@@ -31,22 +31,28 @@ def draw(rows: list[Row], folder: Path, name: str) -> list[Path]:
     return made
 
 
-def draw_over_tokens(series: dict[str, Series], title: str, path: Path) -> None:
-    """Draws gaps to BF16 over the tokens, a line for each name, in the file `path`.
+def draw_over_tokens(panels: dict[str, dict[str, Series]], path: Path) -> None:
+    """Draws gaps to BF16 over the tokens in the file `path`: a panel for each title, one below the
+    other, with a line for each recipe.
 
-    series: by name the pairs (tokens in millions, gap). Raises StudyError if matplotlib is missing.
+    panels: by title and by the recipe's name, after which more words may follow, the pairs (tokens
+    in millions, gap). A recipe has one color in all panels. Raises StudyError if matplotlib is
+    missing.
     """
     _needs_matplotlib()
-    figure, axes = _figure(1, 1, (7.2, 3.8))
-    axes = axes[0][0]
-    for place, (name, points) in enumerate(series.items()):
-        style = ["-", "--"][place // len(COLORS) % 2]
-        look = {"color": COLORS[place % len(COLORS)], "linestyle": style, "linewidth": 1.4}
-        axes.plot(*zip(*points, strict=True), label=name, marker=".", **look)
-    axes.axhline(0, color="#888888", linewidth=0.8)
-    axes.set_title(title, fontsize=9)
-    axes.set(xlabel="tokens, millions", ylabel="held-out loss minus BF16's (nats a token)")
-    figure.legend(loc="outside right upper", frameon=False)
+    figure, axes_of = _figure(len(panels), 1, (7.2, 0.4 + 3.4 * len(panels)))
+    known = list(dict.fromkeys(key.split()[0] for series in panels.values() for key in series))
+    for (title, series), [axes] in zip(panels.items(), axes_of, strict=True):
+        for key, points in series.items():
+            place = known.index(key.split()[0])
+            style = ["-", "--"][place // len(COLORS) % 2]
+            look = {"color": COLORS[place % len(COLORS)], "linestyle": style, "linewidth": 1.4}
+            axes.plot(*zip(*points, strict=True), label=key, marker=".", **look)
+        axes.axhline(0, color="#888888", linewidth=0.8)
+        axes.set_title(title, fontsize=9)
+        axes.set(ylabel="held-out loss minus BF16's (nats a token)")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
+    axes_of[-1][0].set(xlabel="tokens, millions")
     _save(figure, path)
 
 

@@ -121,27 +121,50 @@ def sections(found: Comparison) -> dict[str, str]:
 def head(found: Comparison) -> str:
     """The first rows and columns of the first table, for the README: the recipes with results."""
     names = [name for name in found.registered if found.gap(name) is not None]
-    first = found.cells[0]
-    heads = ["recipe", "seeds", f"loss minus BF16's, {label(first)}", "perplexity ratio"]
-    heads.append("step, times BF16")
-    body = [[_linked(name, ""), *_loss(found.gap(name))[:3], speed(name, "")[0]] for name in names]
+    others = _others(found, names)
+    heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio"]
+    heads += [*map(_minus, others), "step, times BF16"]
+    body = [
+        [
+            _linked(name, ""),
+            *_loss(found.gap(name))[:3],
+            *(_in_cell(found, name, cell) for cell in others),
+            speed(name, "")[0],
+        ]
+        for name in names
+    ]
     return "\n".join(table(heads, body))
 
 
 def loss_table(found: Comparison, names: list[str]) -> list[str]:
     """What the recipes cost in loss, how fast they are, and their bits."""
-    first, *others = found.cells
-    heads = ["recipe", "seeds", f"loss minus BF16's, {label(first)}", "perplexity ratio", "mean is"]
-    heads += [f"{label(cell)}" for cell in others]
-    heads += ["step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
+    others = _others(found, names)
+    heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio", "mean is"]
+    heads += [*map(_minus, others), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
     body = []
     for name in names:
         line = [_linked(name, "../"), *_loss(None if name == BF16 else found.gap(name))]
         if name == BF16:
             line = [f"`{BF16}`", "", "0", "1", ""]
-        line += [_gap_and_seeds(found.gap(name, cell)) for cell in others]
+        line += [_in_cell(found, name, cell) for cell in others]
         body.append([*line, *speed(name, "../"), *_bits(recipe_named(name))])
     return table(heads, body)
+
+
+def _others(found: Comparison, names: list[str]) -> list[Cell]:
+    """The cells after the first one in which any of these recipes has a gap."""
+    quantized = [name for name in names if name != BF16]
+    return [c for c in found.cells[1:] if any(found.gap(name, c) for name in quantized)]
+
+
+def _minus(cell: Cell) -> str:
+    """The head of a column of gaps."""
+    return f"loss minus BF16's, {label(cell)}"
+
+
+def _in_cell(found: Comparison, name: str, cell: Cell) -> str:
+    """A recipe's gap in a cell, with its seeds."""
+    return "0" if name == BF16 else _gap_and_seeds(found.gap(name, cell))
 
 
 def words_table(names: list[str]) -> list[str]:
@@ -221,19 +244,23 @@ def speed(name: str, up: str) -> list[str]:
     return [NOT_MEASURED, ""]
 
 
-def over_tokens(found: Comparison) -> dict[str, Series]:
-    """The gap to BF16 over the tokens in millions, in the first cell, of each recipe with results:
-    means over the seeds. Keys have the name and the number of seeds."""
-    first = found.cells[0]
+def over_tokens(found: Comparison, cell: Cell) -> dict[str, Series]:
+    """The gap to BF16 over the tokens in millions, in a cell, of each registered recipe with
+    results: means over the seeds. Keys have the name and the number of seeds."""
     made = {}
     for name in found.registered:
-        if (own := found.gap(name)) is not None:
+        if (own := found.gap(name, cell)) is not None:
             seeds = len(own.by_seed)
-            tokens = SIZES[first.size].tokens / 1e6
-            series = mean(held_out_gaps(found.rows, first, name))
+            tokens = SIZES[cell.size].tokens / 1e6
+            series = mean(held_out_gaps(found.rows, cell, name))
             named = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
             made[named] = [(step * tokens, value) for step, value in series]
     return made
+
+
+def panels(found: Comparison) -> dict[str, dict[str, Series]]:
+    """What the picture of the page draws: `over_tokens` of each cell, by its label."""
+    return {label(cell): over_tokens(found, cell) for cell in found.cells}
 
 
 def write(page: Path | None, readme: Path | None, picture: Path | None) -> None:
@@ -242,7 +269,7 @@ def write(page: Path | None, readme: Path | None, picture: Path | None) -> None:
     in it."""
     found = comparison()
     if picture is not None:
-        draw_over_tokens(over_tokens(found), label(found.cells[0]), picture)
+        draw_over_tokens(panels(found), picture)
     heads = {"recipes: head": head(found)}
     for path, parts_of in ((page, sections(found)), (readme, heads)):
         if path is None:

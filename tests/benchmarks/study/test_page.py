@@ -47,6 +47,7 @@ UNFINISHED = {
     "recipes": "docs/study.md",
     "recipes-3M": "docs/study.md",
     "same-loss-3M": "docs/study.md",
+    "sizes": "docs/study.md",
 }  # tables of the runs so far
 PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED
 

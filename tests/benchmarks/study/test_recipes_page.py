@@ -54,6 +54,14 @@ def of_3m(name: str) -> Gap:
     return own
 
 
+def of_60m(name: str) -> Gap:
+    """The held-out loss of a recipe minus BF16's at 60M."""
+    [cell] = [cell for cell in FOUND.cells if cell.size == "60M"]
+    own = FOUND.gap(name, cell)
+    assert own is not None
+    return own
+
+
 def with_other_loss(recipe: str) -> Comparison:
     """The committed results with another loss at the end of the first run of a recipe."""
     rows = list(FOUND.rows)
@@ -82,8 +90,7 @@ def test_the_picture_is_the_committed_one(tmp_path: Path) -> None:
     committed = (ROOT / "docs/images/recipe-gaps.svg").read_bytes()
     for folder, found in (("same", FOUND), ("changed", with_other_loss("tetrajet"))):
         path = tmp_path / folder / "picture.svg"
-        series = recipes_page.over_tokens(found)
-        draw_over_tokens(series, recipes_page.label(CELL), path)
+        draw_over_tokens(recipes_page.panels(found), path)
         assert (path.read_bytes() == committed) == (folder == "same")
 
 
@@ -92,7 +99,9 @@ def test_a_line_of_the_picture_ends_at_the_gap_of_the_table() -> None:
         seeds = held_out_gaps(FOUND.rows, CELL, name)
         assert statistics.mean(each[-1][1] for each in seeds) == pytest.approx(above(name).mean)
         [series] = [
-            each for key, each in recipes_page.over_tokens(FOUND).items() if key.split()[0] == name
+            each
+            for key, each in recipes_page.over_tokens(FOUND, CELL).items()
+            if key.split()[0] == name
         ]
         assert series[-1] == pytest.approx(
             (CELL.steps * SIZES[CELL.size].tokens / 1e6, above(name).mean)
@@ -146,6 +155,15 @@ def test_figures_in_running_text() -> None:
     small = [of_3m(name) for name in ("tetrajet", "tetrajet-fp8")]
     assert [len(each.by_seed) for each in small] == [3, 3]
     says(f"they are at {small[0].mean:.3f} and {small[1].mean:.3f} (three seeds, ")
+    large = [of_60m(name) for name in ("tetrajet", "tetrajet-fp8", "fp8")]
+    assert [len(each.by_seed) for each in large] == [1, 2, 1]
+    plain_60m, own_60m, fp8_60m = (f"{each.mean:.3f}" for each in large)
+    says(f"At 60M it ends {own_60m} above (two seeds), and `tetrajet` {plain_60m} (one seed).")
+    says(f"in the 60M model at {plain_60m} (one seed) and {own_60m} (two seeds), where `fp8` is ")
+    says(f"where `fp8` is at {fp8_60m} (one seed)")
+    assert large[2].mean < large[1].mean < large[0].mean
+    for own_large, of_26m in zip(large[:2], (plain, own), strict=True):
+        assert own_large.mean < of_26m.mean
     says(f"`dge-occ` is {of_3m('dge-occ').mean:.3f} above BF16 (two seeds)")
     first = step_of(candidate("fp8-ends"))
     assert first is not None
@@ -168,11 +186,12 @@ def test_figures_in_running_text() -> None:
         row["configuration"]["learning_rate"]: row["held_out"][-1][1]
         for row in FOUND.rows
         if (row["configuration"]["recipe"], row["configuration"]["seed"]) == (BF16, 1)
+        and row["configuration"]["size"] == CELL.size
     }
     says(f"costs BF16 {loss[0.0014] - loss[0.002]:.3f} (0.0014 in place of 0.002)")
     half = 1 - ended.mean / same
     assert 0.45 < half < 0.55  # "about half of the gap"
-    series = {key.split()[0]: each for key, each in recipes_page.over_tokens(FOUND).items()}
+    series = {key.split()[0]: each for key, each in recipes_page.over_tokens(FOUND, CELL).items()}
     for name, words in (("mxfp4", "that of `mxfp4`"), ("tetrajet", "and that of `tetrajet`")):
         (begin, low), (end, high) = series[name][0], series[name][-1]
         assert (round(begin), round(end)) == (50, 200)
