@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.cpp.following import Follower, Kind, others, words
+from megatron_fp4.cpp.following import CallRecorder, Kind, others, words
 from megatron_fp4.execution.autograd import LinearFunction, Passed, gradients, unread
 from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
@@ -61,7 +61,7 @@ class CppExecutor:
             if kind.problem is None and kind.calls >= PLAIN_CALLS:
                 found = self._in_cpp(kind, x, weight, bias, site, call, held, beside)
                 if found is None:
-                    follower = Follower(self.extension, kind, site, call, held)
+                    follower = CallRecorder(self.extension, kind, site, call, held)
             kind.calls += found is None
         if found is None:
             if held is not None:
@@ -150,7 +150,7 @@ class CppExecutor:
             shared = passed.site.sent_w if held is None else held.made["fprop"].operand
             passed = replace(passed, shared_w=shared)
         if kind.problem is None and dy.is_contiguous():
-            follower = Follower(self.extension, kind, passed.site, passed.call, held)
+            follower = CallRecorder(self.extension, kind, passed.site, passed.call, held)
         return gradients(passed, saved, dy, follower)
 
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower
-from megatron_fp4.cpp.recorder import following, is_shared
+from megatron_fp4.cpp.recorder import is_shared, record_pass
 from megatron_fp4.execution.autograd import Passed
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.parts import Parts, take_apart
@@ -57,8 +57,8 @@ class Kind:
         self._owners += owners
 
 
-class Follower:
-    """Records the passes of one call, which runs in Python; see `execution.follow.Follower`."""
+class CallRecorder:
+    """The Follower of one call: runs its passes in Python, and makes Programs of them."""
 
     def __init__(
         self, extension: Any, kind: Kind, site: Site, call: Call, held: HeldWeight | None
@@ -137,7 +137,7 @@ class Follower:
             for each in (placement.rows, placement.groups)
             if each is not None
         ]
-        with following(inputs, reads) as recording:
+        with record_pass(inputs, reads) as recording:
             found = run(followed)
         try:
             results = outcome(found)

@@ -139,7 +139,7 @@ class Recording:
 
 
 class PassRecorder(TorchDispatchMode):
-    """Follows one pass; see `following`. It is a `recording.Recorder`."""
+    """Records one pass; see `record_pass`. It is a `recording.Recorder`."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -239,7 +239,9 @@ class PassRecorder(TorchDispatchMode):
 
 
 @contextmanager
-def following(inputs: Sequence[Tensor | None], reads: Sequence[Tensor] = ()) -> Iterator[Recording]:
+def record_pass(
+    inputs: Sequence[Tensor | None], reads: Sequence[Tensor] = ()
+) -> Iterator[Recording]:
     """Records the pass that runs in this context.
 
     inputs: the tensors that a call of the Program will be given, contiguous. reads: tensors beside

@@ -17,7 +17,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.forward import Saved, all_tokens
 from megatron_fp4.execution.gemm import run_gemm
-from megatron_fp4.execution.making import computed, make_operands, source_of
+from megatron_fp4.execution.making import make_operands, matrix_of, source_of
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import OperandPlan, Source
 from megatron_fp4.makers.estimator import Estimating
@@ -193,7 +193,7 @@ class Backward:
         """dY in the model's dtype."""
         makings = self.plan.backward + self.plan.late
         making = next(making for making in makings if wgrad.a in making.operands)
-        dy = computed(making, self._matrices)
+        dy = matrix_of(making, self._matrices)
         assert isinstance(dy, Tensor)
         return dy
 

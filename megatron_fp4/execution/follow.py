@@ -12,7 +12,7 @@ from megatron_fp4.execution.weights import HeldWeight
 
 
 class Follower(Protocol):
-    """Runs a pass and records what it does; cpp/executor.py has one."""
+    """Runs a pass and records what it does; cpp/following.py has one."""
 
     def forward(
         self, run: Callable[[Site], Any], x: Tensor, weight: Tensor, bias: Tensor | None

@@ -122,7 +122,7 @@ def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]])
     """
     held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
     sent = max(of_all(_gathered(run)))
-    yield start_table.held(run.keeps_weights, held, sent.size > 0)
+    yield start_table.held(run.keeps_w, held, sent.size > 0)
     yield start_table.gathered(run.args, sent)
     yield start_table.states(run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args)
     yield start_table.moments(run.args)

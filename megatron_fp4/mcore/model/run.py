@@ -38,10 +38,10 @@ _Shape = tuple[int, int, torch.device]  # of a microbatch: length of a sequence,
 
 
 @dataclass(frozen=True)
-class Moment:
+class Counters:
     """The step and the microbatch of a forward pass, which random bits depend on.
 
-    A recomputed forward pass uses the moment of its first pass.
+    A recomputed forward pass uses those of its first pass.
 
     step: the training iteration, from 0.
     microbatch: the index of the microbatch in the global batch, over the microbatches of all
@@ -171,17 +171,18 @@ class Run:
         """How weights are updated at periods of their own, for all recipes that do; None: none."""
         return next((recipe.ramping for recipe in self.recipes if recipe.ramping), None)
 
-    def now(self) -> Moment:
+    def now(self) -> Counters:
+        """The counters of the forward pass that runs now."""
         if self._clock is not None and graphs.captures():
-            return Moment(*self._clock.read())
-        return Moment(max(self._step, 0), self._microbatch)
+            return Counters(*self._clock.read())
+        return Counters(max(self._step, 0), self._microbatch)
 
-    def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
-        """`recipe`, or that of the phase that holds at this moment."""
+    def in_force(self, recipe: Recipe, counters: Counters) -> Recipe:
+        """`recipe`, or that of its phase that these counters are in."""
         if not recipe.phases:
             return recipe
-        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses phases in graphs
-        return recipe.at(moment.step / self._steps)
+        assert isinstance(counters.step, int)  # refusals/cuda_graphs.py refuses phases in graphs
+        return recipe.at(counters.step / self._steps)
 
     @property
     def _steps(self) -> int:
@@ -195,9 +196,9 @@ class Run:
         a calibration."""
         return self._training and self._calibration is None
 
-    def key(self, moment: Moment) -> Key:
+    def key(self, counters: Counters) -> Key:
         """The key of the random bits. In a CUDA graph the clock has the step that is drawn."""
-        step = moment.step
+        step = counters.step
         if self._calibration is not None and not isinstance(step, Tensor):
             step = self._drawn(step)
         return Key(self.args.fp4_seed, step)
@@ -228,7 +229,7 @@ class Run:
             name=name,
             placements=placements,
             parallel=parallel,
-            keeps_w=self.keeps_weights,
+            keeps_w=self.keeps_w,
             packs_x=self.packs_x,
             fastest=self.fastest,
             fuses=self.fuses_wgrad,
@@ -242,7 +243,7 @@ class Run:
     # --- what is kept, and in which form ------------------------------------------------------
 
     @property
-    def keeps_weights(self) -> KeepsW | None:
+    def keeps_w(self) -> KeepsW | None:
         """What is kept of W's operands (--fp4-weight-cache); see `Setting.keeps_w`."""
         return keeps_w_of(self.args.fp4_weight_cache)
 
@@ -281,7 +282,9 @@ class Run:
 
     # --- tokens -----------------------------------------------------------------------------
 
-    def token_rows(self, moment: Moment, sequence: int, batch: int, device: torch.device) -> Tensor:
+    def token_rows(
+        self, counters: Counters, sequence: int, batch: int, device: torch.device
+    ) -> Tensor:
         """The rows of a microbatch's tokens in the global batch: int64 [sequence * batch].
 
         The row of a token is (index of its sequence in the global batch) * sequence + position. The
@@ -294,14 +297,14 @@ class Run:
             sample = torch.arange(batch, device=device)[None, :]
             self._first_rows[shape] = (sample * sequence + position).flatten()
         first, tokens = self._first_rows[shape], batch * sequence
-        if isinstance(moment.microbatch, Tensor):
-            return torch.add(first, moment.microbatch, alpha=tokens)
-        if shape not in self._rows or self._rows[shape][0] != moment.microbatch:
-            self._rows[shape] = moment.microbatch, first + moment.microbatch * tokens
+        if isinstance(counters.microbatch, Tensor):
+            return torch.add(first, counters.microbatch, alpha=tokens)
+        if shape not in self._rows or self._rows[shape][0] != counters.microbatch:
+            self._rows[shape] = counters.microbatch, first + counters.microbatch * tokens
         return self._rows[shape][1]
 
     def expert_rows(
-        self, moment: Moment, tokens: int, device: torch.device
+        self, counters: Counters, tokens: int, device: torch.device
     ) -> tuple[int | Tensor, Tensor]:
         """(index of the microbatch, rows int64 [tokens]) of the tokens that an expert received.
 
@@ -309,7 +312,7 @@ class Run:
         microbatch and for each data-parallel copy of the expert.
         """
         copies = mpu.get_expert_data_parallel_world_size()
-        local = moment.microbatch // mpu.get_data_parallel_world_size()
+        local = counters.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()
         # The most tokens that an expert can receive: each rank that dispatches to it sends each of
         # its tokens at most once.
