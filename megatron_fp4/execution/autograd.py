@@ -21,7 +21,6 @@ from megatron_fp4.execution.parts import Build, Parts, take_apart
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts
 from megatron_fp4.operands import Computed, Normed, Operand, Swiglu
-from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.setting import SwigluPlace
@@ -179,26 +178,13 @@ def _plan(
     """
     sharding = site.sharding
     tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)
-    main_grad = getattr(weight, "main_grad", None) if site.fuses and needs[1] else None
-    return plan_for(
-        recipe,
-        tokens_of_plan(recipe, tokens),
-        weight.shape,
-        x.dtype,
-        x.device,
-        weight.dtype,
-        sharding,
-        main_grad.dtype if isinstance(main_grad, Tensor) else None,
-        needs[0],
-        needs[1],
-        bias is not None,
-        site.keeps_w,
-        site.packs_x,
-        swiglu,
-        site.norm is not None,
-        site.kept_y,
-        site.sent_w is not None,
-        site.fastest,
+    main_grad = None
+    if site.fuses and needs[1]:
+        found = getattr(weight, "main_grad", None)
+        main_grad = found.dtype if isinstance(found, Tensor) else None
+    has_bias = bias is not None
+    return site.plan(
+        recipe, tokens, weight, x.dtype, main_grad, needs[0], needs[1], has_bias, swiglu
     )
 
 

@@ -35,7 +35,6 @@ from megatron_fp4.mcore.model.shards import (
     whole_sequence,
 )
 from megatron_fp4.operands import Activated
-from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
@@ -212,15 +211,18 @@ class _FollowsRecipe:
 
     def _plan(self, recipe: Recipe) -> LinearPlan:
         assert self.fp4 is not None
-        site, run = self.fp4.site, self.fp4.run
-        weight, dtype = self.weight, self.config.params_dtype
-        has_bias = self.bias is not None and not self.skip_bias_add
-        return plan_for(
-            recipe, tokens_of_plan(recipe, self.tokens(recipe)), weight.shape, dtype, weight.device,
-            weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
-            site.packs_x, self.fp4.swiglu, site.norm is not None, site.kept_y,
-            site.sent_w is not None, site.fastest,
-        )  # fmt: skip
+        dtype = self.config.params_dtype
+        return self.fp4.site.plan(
+            recipe,
+            self.tokens(recipe),
+            self.weight,
+            dtype,
+            self.fp4.run.main_grad(dtype),
+            dx=True,
+            dw=True,
+            has_bias=self.bias is not None and not self.skip_bias_add,
+            swiglu=self.fp4.swiglu,
+        )
 
     def quantized_weight(self) -> Tensor:
         """W as fprop multiplies it in the step that runs or is about to: float32 [out, in].
