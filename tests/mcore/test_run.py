@@ -166,7 +166,7 @@ def test_a_phase_is_told_once_for_equal_recipes(
 def test_after_a_resume_the_step_is_told_in_which_a_phase_began(
     one_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_fp4.mcore.model.run.once", lambda key: True)  # a new process
+    monkeypatch.setattr("megatron_fp4.mcore.model.run_log.once", lambda key: True)  # a new process
     counters_of(run_of(two_phases(), curr_iteration=8))
     assert "from step 7 on" in capsys.readouterr().out
 

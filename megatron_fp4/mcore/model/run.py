@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.model.run_log import RunLog
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
-from megatron_fp4.mcore.runtime.ranks import once
-from megatron_fp4.monitor import CarrierRounding, NonFinite, NonFiniteMonitor
+from megatron_fp4.monitor import NonFiniteMonitor
 from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.setting import KeepsW, fastest_of, keeps_w_of
 
@@ -88,8 +87,7 @@ class Run:
         self._first_rows: dict[_Shape, Tensor] = {}  # the token rows of microbatch 0
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
         self._clock: graphs.Clock | None = None
-        self._begun: dict[Recipe, int] = {}  # how many phases of a recipe had begun when last told
-        self._last_nonfinite = -2  # the last step with a NaN or Inf; no step follows -2
+        self._log = RunLog(args)
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -133,11 +131,12 @@ class Run:
             self.sent_weights.refresh()
         if step != self._step:
             # Megatron's log counts steps from 1.
-            self._report_nonfinite(self.monitor.start_step(step + 1))
-            self._report_rounding(self.monitor.rounding)
+            self._log.nonfinite(self.monitor.start_step(step + 1))
+            self._log.rounding(self.monitor.rounding)
             self._step = step
             self._counts.clear()
-            self._report_phases(training)
+            if training:
+                self._log.phases(self.recipes, max(step, 0), self._steps)
         # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
@@ -331,7 +330,7 @@ class Run:
         self._clock = graphs.Clock(device)
         self.monitor.expect(linears * sum(map(len, OPERANDS.values())), device)
 
-    # --- NaN, rounded elements, phases in the log -----------------------------------------
+    # --- NaN and rounded elements -----------------------------------------------------------
 
     def _observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
         """Passes the tally of a linear's operand to the monitor.
@@ -349,45 +348,5 @@ class Run:
 
         Call it when training ends: during training the tallies of a step are read one step later.
         """
-        self._report_nonfinite(self.monitor.look())
-        self._report_rounding(self.monitor.rounding)
-
-    def _report_phases(self, training: bool) -> None:
-        """Prints one line in the first step of each phase of a recipe, and after a resume."""
-        if not training:
-            return
-        steps = self._steps
-        for number, recipe in enumerate(dict.fromkeys(self.recipes)):
-            begun = recipe.begun(max(self._step, 0) / steps)
-            if begun == self._begun.get(recipe, 0):
-                continue
-            self._begun[recipe] = begun
-            if once(f"phase:{number}:{begun}"):
-                share = recipe.phases[begun - 1].after
-                first = next(s for s in range(int(share * steps), steps + 1) if s / steps >= share)
-                before, held = recipe.in_turn[begun - 1 : begun + 1]
-                print(
-                    f"megatron-fp4: recipe {held.name} takes the place of {before.name} from step "
-                    f"{first + 1} on",
-                    flush=True,
-                )
-
-    def _report_rounding(self, rounding: CarrierRounding | None) -> None:
-        """Writes how many elements were rounded, in steps that Megatron logs, for each stage."""
-        if rounding is None or rounding.step % self.args.log_interval:
-            return
-        stage = mpu.get_pipeline_model_parallel_rank()
-        if once(f"rounded:{rounding.step}:{stage}"):
-            sys.stderr.write(f"megatron-fp4: {rounding} (pipeline stage {stage})\n")
-
-    def _report_nonfinite(self, seen: NonFinite | None) -> None:
-        if seen is None:
-            return
-        # After a NaN all later steps normally have one: report only the first of successive steps.
-        is_news, self._last_nonfinite = seen.step != self._last_nonfinite + 1, seen.step
-        # Once for each pipeline stage: its other ranks saw the same NaN, or one that it caused.
-        stage = mpu.get_pipeline_model_parallel_rank()
-        if is_news and once(f"nonfinite:{seen.step}:{stage}"):
-            where = f"pipeline stage {stage}, rank {torch.distributed.get_rank()}"
-            # One write for the whole line, since several stages may write at the same time.
-            sys.stderr.write(f"megatron-fp4: {seen} ({where})\n")
+        self._log.nonfinite(self.monitor.look())
+        self._log.rounding(self.monitor.rounding)
