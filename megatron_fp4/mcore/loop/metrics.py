@@ -31,7 +31,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
-from megatron_fp4.mcore.launch.steps import steps_of
+from megatron_fp4.mcore.launch.steps import steps_of, trains
 from megatron_fp4.mcore.loop.metrics_log import FILE, MetricsLog
 from megatron_fp4.mcore.loop.metrics_shares import (
     Samples,
@@ -45,7 +45,6 @@ from megatron_fp4.mcore.loop.metrics_shares import (
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import trains
 from megatron_fp4.metrics import gradients, weights
 from megatron_fp4.metrics.lines import decoded, rows_of
 from megatron_fp4.metrics.records import PLACES, Record, layer_records

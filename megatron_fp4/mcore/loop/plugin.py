@@ -42,6 +42,7 @@ from megatron_fp4.mcore.launch import fused_kernels as launched_kernels
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
+from megatron_fp4.mcore.launch.steps import trains
 from megatron_fp4.mcore.loop import (
     compat,
     log,
@@ -55,7 +56,6 @@ from megatron_fp4.mcore.model import fused_kernels, optimizers
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.replacement import followed, fusable
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import trains
 
 _UNFOLLOWED = (
     "no linear follows recipe {recipe}: {what}; build the model by Megatron's GPTModel or another "

@@ -16,11 +16,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.launch.refusals.table import refuse
-from megatron_fp4.mcore.model import attention, executor, joined_norms, start_table
+from megatron_fp4.mcore.launch.steps import trains
+from megatron_fp4.mcore.model import attention, executor, joined_norms, start_lines, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import GatheredWeights, Row
+from megatron_fp4.mcore.model.start_lines import GatheredWeights
+from megatron_fp4.mcore.model.start_table import Row
 from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes
@@ -122,14 +124,16 @@ def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]])
     """
     held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
     sent = max(of_all(_gathered(run)))
-    yield start_table.held(run.keeps_w, held, sent.size > 0)
-    yield start_table.gathered(run.args, sent)
-    yield start_table.states(run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args)
-    yield start_table.moments(run.args)
-    if start_table.trains(run.args) and run.ramping is not None:
+    yield start_lines.held_weights(run.keeps_w, held, sent.size > 0)
+    yield start_lines.gathered_weights(run.args, sent)
+    yield start_lines.weight_states(
+        run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args
+    )
+    yield start_lines.moments(run.args)
+    if trains(run.args) and run.ramping is not None:
         everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
         ramped = max(of_all((run.weight_states.ramped_elements, everything)))
-        yield start_table.calibrations(run.ramping, run.args, *ramped)
+        yield start_lines.calibrations(run.ramping, run.args, *ramped)
 
 
 def _kernels(
