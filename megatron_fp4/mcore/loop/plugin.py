@@ -197,11 +197,9 @@ class Plugin:
 
     def _attach(self, model: list[MegatronModule]) -> list[MegatronModule]:
         assert self.args is not None
-        fuse = (
-            functools.partial(fused_kernels.attach, self.args, model) if self._may_fuse() else str
-        )
+        fuse = functools.partial(fused_kernels.attach, self.args, model)
         if self.run is None:
-            if (kernels := fuse()) and self.args.rank == 0:
+            if self._may_fuse() and (kernels := fuse()) and self.args.rank == 0:
                 print(f"megatron-fp4: {kernels}", flush=True)
         else:
             attach(self.run, model, fuse)
@@ -234,7 +232,7 @@ class Plugin:
         return get_model
 
     def _may_fuse(self) -> bool:
-        """Whether the start says which kernels are fused: a user's script may run without any."""
+        """Whether kernels may be fused, and the start says which: always with a recipe."""
         assert self.args is not None
         return self.ours or self.run is not None or self.args.fp4_rotates
 

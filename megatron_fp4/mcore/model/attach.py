@@ -47,16 +47,14 @@ class _Joined(NamedTuple):
     norms: bool
 
 
-def attach(
-    run: Run, model: list[MegatronModule], fuse: Callable[[], str] = str
-) -> list[MegatronModule]:
+def attach(run: Run, model: list[MegatronModule], fuse: Callable[[], str] | None = None) -> None:
     """Attaches recipes to the linears of a built model, and prints the start table on rank 0.
 
-    fuse: `fused_kernels.attach` for this model, which returns a line for the table.
+    Every rank calls it with its model chunks, before they are wrapped. fuse: `fused_kernels.attach`
+    for this model, which returns a line for the table; None: no kernels are fused.
 
-    A pre-wrap hook of Megatron's model builder: every rank calls it with its model chunks, and gets
-    them back. Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear
-    would follow one, if a glob of modules matches no linear, or if two random streams collide.
+    Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear would
+    follow one, if a glob of modules matches no linear, or if two random streams collide.
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
     refused = {name: _attach_one(run, name, layer, number) for name, layer, number in found}
@@ -69,12 +67,13 @@ def attach(
     if cuda_graphs.wanted(run.args) and found:  # a stage may have no linears
         run.prepare_graphs(len(found), found[0][1].weight.device)
     plans = [layer.plans() for _, layer, _ in found if layer.fp4 is not None]
-    lines = [*_sizes(run, model, plans), *_kernels(run, model, plans, joined), fuse()]
+    lines = [*_sizes(run, model, plans), *_kernels(run, model, plans, joined)]
+    if fuse is not None:
+        lines.append(fuse())
     if torch.distributed.get_rank() == 0:
         table = start_table.table(run.recipes, [*rows, *stock])
         run.start_table = "\n  ".join([table, *filter(None, lines)])
         print(run.start_table, flush=True)
-    return model
 
 
 def _join(run: Run, model: list[MegatronModule]) -> _Joined:
