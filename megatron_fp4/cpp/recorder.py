@@ -257,8 +257,9 @@ def record_pass(
 def is_shared(inputs: Sequence[Tensor | None]) -> bool:
     """Whether the first of these tensors has memory in common with another one.
 
-    That is X or dY, which other calls bring from elsewhere. The others have the same roles in each
-    call, and some of them are the same tensor in each.
+    The first is X or dY. A Program tells its inputs apart by their addresses in the recording, so
+    it would take one of two that overlap for the other. In later calls X and dY lie elsewhere,
+    where they need not overlap. The other inputs share memory in each call or in none.
     """
     first, *others = (
         (each.data_ptr(), each.data_ptr() + _bytes_spanned(each))

@@ -34,7 +34,7 @@ _view = torch.ops.aten._unsafe_view.default._op  # takes no Python code
 
 @dataclass(slots=True)
 class Passed:
-    """A forward pass, as its backward pass needs it beside the tensors that are saved.
+    """What a backward pass needs of its forward pass, beside the tensors that are saved.
 
     builds: for each field of `Saved`, which of the saved tensors are its own, and what builds it
         from them; None where there is none.
