@@ -17,8 +17,8 @@ class Follower(Protocol):
     def forward(
         self, run: Callable[[Site], Any], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
-        """Calls `run` with a Site of the follower's own, and returns what it returns: (Y, `Passed`,
-        the tensors that are saved for backward).
+        """Calls `run` with a Site of the follower's own, and returns what it returns: (Y, a
+        `ForwardContext`, the tensors that are saved for backward).
 
         x: [tokens, in]. weight: [out, in]. bias: [out] or None.
         """
