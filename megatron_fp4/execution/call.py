@@ -233,21 +233,21 @@ class Site:
             stream = _stream(self._called(operand, call), operand)
             return Noise(call.key, stream, self.placement(operand, call))
         if operand not in self._streams:
-            place = self.placements.get(operand.letter, WHOLE)
-            self._streams[operand] = _stream(self.name, operand), place
-        stream, place = self._streams[operand]
+            placement = self.placements.get(operand.letter, WHOLE)
+            self._streams[operand] = _stream(self.name, operand), placement
+        stream, placement = self._streams[operand]
         if call.rows is not None:
-            place = self.placement(operand, call)
-        return Noise(call.key, stream, place)
+            placement = self.placement(operand, call)
+        return Noise(call.key, stream, placement)
 
     def placement(self, operand: OperandPlan, call: Call) -> Placement:
         """Where the operand lies in the unsharded tensor, in this call."""
-        place, rows = self.placements.get(operand.letter, WHOLE), call.rows
+        placement, rows = self.placements.get(operand.letter, WHOLE), call.rows
         if operand.letter == "w" or rows is None:
-            return place
+            return placement
         if operand.is_part and self.parallel is not None:
             rows = self.parallel.part(rows)
-        return place._replace(rows=rows)
+        return placement._replace(rows=rows)
 
 
 def _stream(name: str, operand: OperandPlan) -> int:

@@ -50,8 +50,8 @@ class Fp4State:
     site: its global name, the place of its operands in the unsharded tensors, its ranks.
     is_expert: whether it belongs to an expert of a mixture. Its X is then [tokens, in] with the
         tokens that the router sends, a different number in each call.
-    swiglu: where the linear stands beside a SwiGLU that is computed with it when its MLP calls it;
-        see `GatedMLP.join`.
+    swiglu: the side of the SwiGLU on which the linear stands, if the linears of its MLP compute it;
+        else "". See `GatedMLP.join`.
     replay: gives a recomputed forward pass the counters of its first pass.
     cache: W's operands of the current step.
     """
@@ -78,7 +78,7 @@ class Fp4State:
             self._leaves_swiglu = False
 
     def take_norm(self, norm: RmsNorm) -> None:
-        """From now on the linear takes what `norm` takes, and computes it."""
+        """From now on the linear is given what goes into `norm`, and computes the norm itself."""
         self.site = replace(self.site, norm=norm)
 
     def follows(self, training: bool) -> bool:

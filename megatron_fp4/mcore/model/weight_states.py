@@ -312,7 +312,7 @@ class WeightStates:
                 del state[key]
 
     def drop_lacking(self, weight: Tensor, loaded: dict[str, Any]) -> None:
-        """Removes from the optimizer the states of a weight that `loaded`, by key, has not."""
+        """Removes from the optimizer those states of a weight whose keys are not in `loaded`."""
         for kept in self._all:
             if kept.layer.weight is weight and kept.inner is not None and kept.main is not None:
                 for key in map(key_of, kept.dtypes):
