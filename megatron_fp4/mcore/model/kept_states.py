@@ -11,7 +11,7 @@ from megatron_fp4.arithmetic.weight_states import WeightState, key_of
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptStates:
     """The states beside one weight, by name.
 
     layer: the layer that has the weight.
