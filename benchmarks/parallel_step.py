@@ -42,7 +42,9 @@ Case = tuple[str, str]  # a layout's name and a recipe's
 
 
 @dataclass(frozen=True)
-class Layout:
+class TimedLayout:
+    """How a model is distributed over tp * pp * dp GPUs. sp: sequence parallelism."""
+
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -71,17 +73,17 @@ class Layout:
 
 ONE = "one"  # the layout of one GPU, with which the others are compared
 LAYOUTS = {
-    ONE: Layout(),
-    "tp2-sp": Layout(tp=2, sp=True),
-    "pp2": Layout(pp=2),
-    "dp2": Layout(dp=2),
-    "dp2-ddp": Layout(dp=2, sharded=False),
-    "tp4-sp": Layout(tp=4, sp=True),
-    "dp4": Layout(dp=4),
-    "tp2-sp-pp2": Layout(tp=2, pp=2, sp=True),
-    "tp8": Layout(tp=8),
-    "tp8-sp": Layout(tp=8, sp=True),
-    "dp8": Layout(dp=8),
+    ONE: TimedLayout(),
+    "tp2-sp": TimedLayout(tp=2, sp=True),
+    "pp2": TimedLayout(pp=2),
+    "dp2": TimedLayout(dp=2),
+    "dp2-ddp": TimedLayout(dp=2, sharded=False),
+    "tp4-sp": TimedLayout(tp=4, sp=True),
+    "dp4": TimedLayout(dp=4),
+    "tp2-sp-pp2": TimedLayout(tp=2, pp=2, sp=True),
+    "tp8": TimedLayout(tp=8),
+    "tp8-sp": TimedLayout(tp=8, sp=True),
+    "dp8": TimedLayout(dp=8),
 }
 KINDS = ("gemm", "quantize", "carry", "communication")
 SENT = ("all-gather", "reduce-scatter", "all-reduce", "send")

@@ -29,6 +29,15 @@ NEEDED = "it needs Transformer Engine and a GPU: pip install 'transformer-engine
 GRAPHS, EAGER = "graphs", "eager"
 
 
+def row_and_flags(name: str) -> tuple[str, list[str]]:
+    """(row, flags): a row's name without the flags of Megatron's that follow it, and these flags.
+
+    "tetrajet --fp4-weight-cache off" is ("tetrajet", ["--fp4-weight-cache", "off"]).
+    """
+    row, dashes, more = name.partition(" --")
+    return row, f"{dashes}{more}".split()
+
+
 def flags(name: str) -> list[str]:
     """Megatron's flags for one of ROWS."""
     if name not in FP8:
@@ -58,12 +67,12 @@ def tried(name: str) -> str:
 def present(names: list[str]) -> list[str]:
     """The names of the rows that this machine can measure. Says in one line why another cannot.
 
-    names: of rows, of Transformer Engine or not. Further flags may follow a name.
+    names: of rows, of Transformer Engine or not, with or without further flags (`row_and_flags`).
     """
     found = []
     for name in names:
-        row = name.partition(" --")[0]
-        needed = row if row in ROWS else BF16 if LAYERS[-1] in name.split() else None
+        row, further = row_and_flags(name)
+        needed = row if row in ROWS else BF16 if LAYERS[-1] in further else None
         answer = GRAPHS if needed is None else tried(needed)
         if answer.startswith(ERROR):
             print(f"{name} is left out: {answer.removeprefix(ERROR)}", flush=True)

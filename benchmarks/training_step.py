@@ -128,11 +128,9 @@ def asked(name: str) -> list[str]:
     """Megatron's flags for a row.
 
     name: of the row: one without FP4 (PLAIN), one of Transformer Engine's FP8 (te.FP8), or a
-    recipe, which the whole training follows. Further flags of Megatron's may follow it, as in
-    "tetrajet --fp4-weight-cache off".
+    recipe, which the whole training follows; with or without further flags (te.row_and_flags).
     """
-    row, dashes, more = name.partition(" --")
-    further = f"{dashes}{more}".split()
+    row, further = te.row_and_flags(name)
     if row in te.FP8:
         flags = te.flags(row)
     else:

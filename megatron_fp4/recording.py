@@ -28,7 +28,7 @@ class Recorder(Protocol):
         ...
 
     def multiplied(self, product: Any) -> None:
-        """cuBLASLt ran `product` (a `kernels.cublaslt.Launched`)."""
+        """cuBLASLt ran `product` (a `kernels.cublaslt.LaunchedProduct`)."""
         ...
 
     def started(self) -> int:

@@ -33,8 +33,8 @@ BEGIN, END = "# megatron-fp4: begin (patches/apply.py --revert removes it)", "# 
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where lines are put into a checkout.
+class Insertion:
+    """Lines that are put into a file of a checkout.
 
     file: the file, relative to the folder megatron/.
     calls: the function of megatron_fp4/mcore/permanent.py that the lines call.
@@ -76,9 +76,9 @@ def at_the_end(statements: list[ast.stmt]) -> int:
     raise ConfigError("it does not import pretrain from .training")
 
 
-PLACES = (
-    Place("core/__init__.py", "before_megatron", before_the_first_import),
-    Place("training/__init__.py", "in_megatron", at_the_end),
+INSERTIONS = (
+    Insertion("core/__init__.py", "before_megatron", before_the_first_import),
+    Insertion("training/__init__.py", "in_megatron", at_the_end),
 )
 
 
@@ -97,12 +97,12 @@ def lines_of(source: str) -> list[str]:
     return io.StringIO(source, newline="").readlines()
 
 
-def with_plugin(source: str, place: Place) -> str:
-    """`source` with the lines of `place`. Raises ConfigError if there is no place for them."""
+def with_plugin(source: str, insertion: Insertion) -> str:
+    """`source` with the lines of `insertion`. Raises ConfigError if there is no place for them."""
     lines = lines_of(source)
     end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
-    before = place.line(ast.parse(source).body)
-    new = place.lines(end)
+    before = insertion.line(ast.parse(source).body)
+    new = insertion.lines(end)
     if before == len(lines) and not lines[-1].endswith("\n"):
         new = end + new.removesuffix(end)
     return "".join([*lines[:before], new, *lines[before:]])
@@ -117,13 +117,13 @@ def changes(checkout: Path, revert: bool) -> Iterator[tuple[Path, str, str]]:
     name = release.name_of(folder)
     if name not in release.TRIED and not revert:
         raise ConfigError(f"{checkout} is Megatron-core {name}: {release.why_not(name)}")
-    for place in PLACES:
-        file = folder / place.file
+    for insertion in INSERTIONS:
+        file = folder / insertion.file
         try:
             source = file.read_bytes().decode()
             wanted = without(source)
             if not revert:
-                wanted = with_plugin(wanted, place)
+                wanted = with_plugin(wanted, insertion)
         except (OSError, SyntaxError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{file} is not as Megatron-core {name} has it: {error}") from error
         if wanted != source:

@@ -152,8 +152,8 @@ class QuantizedTensor:
     scales: one for each block: [..., K / length], or [rows / height, K / length] where the block
         height is not 1. uint8 for E8M0, E4M3 and UE5M3. float32 scales are stored as the factor
         that multiplied the tensor: the decoded value is code / scale.
-    tensor_scale: a float32 scalar that multiplies every block scale, or None. [rows, 1] where each
-        row has its own: with `row_max`, or if the rows are of several tensors.
+    tensor_scale: the outer scale, float32, which multiplies block scales, or None. A scalar; or
+        [rows, 1] of rows with scales of their own: with `row_max`, or rows of several tensors.
     shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
     counts: int32 [4], which a kernel writes: the tally and two unused zeros. [4 + rows] beside
         float32 scales, with the bits of the reciprocal of each. None: no kernel wrote it.

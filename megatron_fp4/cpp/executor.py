@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.cpp.following import Follower, Kind, others, words
-from megatron_fp4.execution.autograd import LinearFunction, Passed, gradients, unread
+from megatron_fp4.cpp.following import CallRecorder, Kind, others, words
+from megatron_fp4.execution.autograd import ForwardContext, LinearFunction, gradients, unread
 from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.recipe import Recipe
@@ -61,7 +61,7 @@ class CppExecutor:
             if kind.problem is None and kind.calls >= PLAIN_CALLS:
                 found = self._in_cpp(kind, x, weight, bias, site, call, held, beside)
                 if found is None:
-                    follower = Follower(self.extension, kind, site, call, held)
+                    follower = CallRecorder(self.extension, kind, site, call, held)
             kind.calls += found is None
         if found is None:
             if held is not None:
@@ -109,7 +109,7 @@ class CppExecutor:
         beside: Beside,
     ) -> Any:
         """What `linear.in_python` returns, by a Program; None where none takes this call."""
-        template = kind.passed
+        template = kind.template
         if template is None:
             return None
         in_cpp = None
@@ -121,7 +121,7 @@ class CppExecutor:
             if not any(known is kind.rebuilds for known in held.rebuilds):
                 held.rebuilds.append(kind.rebuilds)
         parameter = weight if kind.adds else None
-        passed = replace(template, call=call, held=held, weight=parameter)
+        context = replace(template, call=call, held=held, weight=parameter)
         made = self.extension.Call(
             kind.passes,
             words(call),
@@ -130,7 +130,7 @@ class CppExecutor:
             None if site.tallies is None else site.tallies.from_cpp,
             parameter,
             unread(weight.shape, weight.dtype, weight.device) if kind.adds else None,
-            partial(self._backward, kind, passed),
+            partial(self._backward, kind, context),
             beside.y,
             beside.place == "before",
         )
@@ -140,18 +140,18 @@ class CppExecutor:
         return found if beside.place == "before" else found[0]
 
     def _backward(
-        self, kind: Kind, passed: Passed, saved: Sequence[Tensor | None], dy: Tensor
+        self, kind: Kind, context: ForwardContext, saved: Sequence[Tensor | None], dy: Tensor
     ) -> tuple[Tensor | None, ...]:
         """The gradients of a call that no Program takes, in Python."""
-        held, follower = passed.held, None
+        held, follower = context.held, None
         if held is not None:
             held.to_python()
-        if passed.plan.saves_w == "operand":
-            shared = passed.site.sent_w if held is None else held.made["fprop"].operand
-            passed = replace(passed, shared_w=shared)
+        if context.plan.saves_w == "operand":
+            shared = context.site.sent_w if held is None else held.made["fprop"].operand
+            context = replace(context, shared_w=shared)
         if kind.problem is None and dy.is_contiguous():
-            follower = Follower(self.extension, kind, passed.site, passed.call, held)
-        return gradients(passed, saved, dy, follower)
+            follower = CallRecorder(self.extension, kind, context.site, context.call, held)
+        return gradients(context, saved, dy, follower)
 
 
 def _kind(

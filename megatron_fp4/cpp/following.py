@@ -12,8 +12,8 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower
-from megatron_fp4.cpp.recorder import following, is_shared
-from megatron_fp4.execution.autograd import Passed
+from megatron_fp4.cpp.recorder import is_shared, record_pass
+from megatron_fp4.execution.autograd import ForwardContext
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.parts import Parts, take_apart
 from megatron_fp4.execution.weights import HeldWeight
@@ -33,7 +33,7 @@ class Kind:
     passes: the extension's Pass of each of four passes, or None until it is recorded. At 0 the
         forward pass that makes W's operand, at 1 the forward pass that reads a held one, at 2 and 3
         the backward passes that do so.
-    passed: the `Passed` of the call that was recorded, without what differs between calls.
+    template: the ForwardContext of the call that was recorded, without what differs between calls.
     adds: whether dW is added to main_grad. rebuilds: see `HeldWeight.rebuilds`.
     problem: why its calls run in Python; None if they need not.
     """
@@ -41,7 +41,7 @@ class Kind:
     recipe: Recipe
     calls: int = 0
     passes: list[Any] = field(default_factory=lambda: [None] * 4)
-    passed: Passed | None = None
+    template: ForwardContext | None = None
     adds: bool = False
     rebuilds: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
@@ -57,8 +57,8 @@ class Kind:
         self._owners += owners
 
 
-class Follower:
-    """Records the passes of one call, which runs in Python; see `execution.follow.Follower`."""
+class CallRecorder:
+    """The Follower of one call: runs its passes in Python, and makes Programs of them."""
 
     def __init__(
         self, extension: Any, kind: Kind, site: Site, call: Call, held: HeldWeight | None
@@ -72,12 +72,14 @@ class Follower:
         held = self._held
         reads = held is not None and held.has("fprop")
 
-        def outcome(found: tuple[Tensor, Passed, Parts]) -> Outcome:
-            y, passed, saved = found
-            if (problem := refusal(passed.plan)) is not None:
+        def outcome(found: tuple[Tensor, ForwardContext, Parts]) -> Outcome:
+            y, context, saved = found
+            if (problem := refusal(context.plan)) is not None:
                 raise CannotLower(problem)
-            self._kind.passed = replace(passed, call=Call(), held=None, shared_w=None, weight=None)
-            self._kind.adds = passed.weight is not None
+            self._kind.template = replace(
+                context, call=Call(), held=None, shared_w=None, weight=None
+            )
+            self._kind.adds = context.weight is not None
             return Outcome([y], saved, [] if reads else self._taken("fprop"))
 
         inputs = [x, weight, bias, *others(self._site, self._call), *self._given("fprop", reads)]
@@ -137,7 +139,7 @@ class Follower:
             for each in (placement.rows, placement.groups)
             if each is not None
         ]
-        with following(inputs, reads) as recording:
+        with record_pass(inputs, reads) as recording:
             found = run(followed)
         try:
             results = outcome(found)

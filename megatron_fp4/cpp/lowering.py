@@ -85,6 +85,8 @@ def lower(extension: Any, recording: Recording, outcome: Outcome, words: Sequenc
 
 
 class _Lowering:
+    """Makes one Program; `lower` has the arguments. owners: see `Lowered`."""
+
     def __init__(
         self, extension: Any, recording: Recording, outcome: Outcome, words: Sequence[int]
     ) -> None:
@@ -100,41 +102,36 @@ class _Lowering:
         self._arena_of = self._arenas(outcome)
 
     def program(self) -> Any:
+        """The extension's Program: its memory, its steps, its results, then its inputs."""
         recording = self._recording
-        number = len(recording.memories)
         launches = any(isinstance(step, Launched) for step in recording.steps)
         zeroes = any(isinstance(step, Zeroed) for step in recording.steps)
-        made = self._extension.Program(
+        program = self._extension.Program(
             self._device,
             driver_launch() if launches else 0,
             driver_fill() if zeroes and self._device.type == "cuda" else 0,
             recording.inputs,
-            number + len(_ARENAS),
+            len(recording.memories) + len(_ARENAS),
         )
         for i, memory in enumerate(recording.memories):
             if memory is not None and memory.origin == "read":
-                made.constant(i, memory.tensor)
-        self._lay_out(made, number)
-        last = self._last_uses()
-        for at, step in enumerate(recording.steps):
-            if isinstance(step, Allocated) and step.memory in self._arena_of:
-                continue
-            self._add(made, step)
-            made.releases([i for i, end in last.items() if end == at])
+                program.constant(i, memory.tensor)
+        self._lay_out(program)
+        self._add_steps(program)
         for result in self._results:
             if result is None:
-                made.result(-1, 0, [], [], torch.uint8)
+                program.result(-1, 0, [], [], torch.uint8)
             else:
                 place, tensor = result
-                made.result(*place, tensor.shape, tensor.stride(), tensor.dtype)
+                program.result(*place, tensor.shape, tensor.stride(), tensor.dtype)
         for i, given in enumerate(recording.memories[: recording.inputs]):
             alignment = self._alignment(i)
             if given is None or given.tensor is None:
-                made.input(alignment, -1, [], [], torch.uint8)
+                program.input(alignment, -1, [], [], torch.uint8)
             else:
                 form = given.tensor.shape, given.tensor.stride(), given.tensor.dtype
-                made.input(alignment, given.start % alignment, *form)
-        return made
+                program.input(alignment, given.start % alignment, *form)
+        return program
 
     def _alignment(self, memory: int) -> int:
         """The alignment of an input that matters, in bytes: a Program takes an input only if its
@@ -174,17 +171,19 @@ class _Lowering:
                 found[result[0].memory] = use
         return {i: use for i, use in found.items() if use != "own"}
 
-    def _lay_out(self, made: Any, first: int) -> None:
-        """Tells the Program `made` of the arenas, which get the numbers from `first` on among its
-        memories, and of what lies in them."""
-        for number, name in enumerate(_ARENAS, first):
+    def _lay_out(self, program: Any) -> None:
+        """Tells the Program which arenas there are, and which memories are parts of them.
+
+        The arenas are numbered after the memories of the recording.
+        """
+        for number, name in enumerate(_ARENAS, len(self._recording.memories)):
             parts = [i for i, arena in self._arena_of.items() if arena == name]
             if not parts:
                 continue
             places, size = self._placed(parts, shares=name == "temporary")
-            made.arena(number, size)
+            program.arena(number, size)
             for i in parts:
-                made.part(i, number, places[i])
+                program.part(i, number, places[i])
 
     def _placed(self, parts: list[int], shares: bool) -> tuple[dict[int, int], int]:
         """(offset of each part, bytes of the arena). shares: whether parts that are not used at the
@@ -237,36 +236,44 @@ class _Lowering:
 
     # --- steps ---
 
-    def _add(self, made: Any, step: Step) -> None:
+    def _add_steps(self, program: Any) -> None:
+        last = self._last_uses()
+        for at, step in enumerate(self._recording.steps):
+            if isinstance(step, Allocated) and step.memory in self._arena_of:
+                continue
+            self._add(program, step)
+            program.releases([i for i, end in last.items() if end == at])
+
+    def _add(self, program: Any, step: Step) -> None:
         match step:
             case Allocated(memory):
                 found = self._recording.memories[memory]
                 assert found is not None and found.tensor is not None
-                made.allocate(memory, found.tensor.shape, found.tensor.dtype)
+                program.allocate(memory, found.tensor.shape, found.tensor.dtype)
             case Launched():
-                self._launch(made, step)
+                self._launch(program, step)
             case Multiplied(product, places):
                 owner, numbers = product.descriptors()
                 self.owners.append(owner)
-                made.product(numbers | places)
+                program.product(numbers | places)
             case Called(function, args, kwargs, _, results):
                 name, overload = function._schema.name, function._schema.overload_name
-                made.call(
+                program.call(
                     name, overload, args, kwargs, self._place_of,
                     [-1 if each is None else each for each in results],
                 )  # fmt: skip
             case Waited(memory):
-                made.wait(memory)
+                program.wait(memory)
             case Zeroed(memory):
                 found = self._recording.memories[memory]
                 assert found is not None
-                made.zero(memory, found.size)
+                program.zero(memory, found.size)
 
-    def _launch(self, made: Any, step: Launched) -> None:
-        start = step.launch
-        kernel = compiled(start, self._device, step.is_aligned)
+    def _launch(self, program: Any, step: Launched) -> None:
+        launch = step.launch
+        kernel = compiled(launch, self._device, step.is_aligned)
         cells, addresses, words = list[int](), list[tuple[int, int, int]](), list[tuple[int, int]]()
-        for kind, argument in zip(start.flat_types, step.arguments, strict=True):
+        for kind, argument in zip(launch.flat_types, step.arguments, strict=True):
             if isinstance(kind, int) and kind == 1:
                 continue  # Triton makes a constant of it
             if isinstance(argument, MemoryOffset):
@@ -275,8 +282,8 @@ class _Lowering:
                 words.append((len(cells), WORDS.index(kind)))
             cells.append(argument if isinstance(argument, int) else 0)
         cells += [0] * kernel.scratch
-        made.launch(
-            kernel.function, start.grid, kernel.threads, kernel.shared, cells, addresses, words
+        program.launch(
+            kernel.function, launch.grid, kernel.threads, kernel.shared, cells, addresses, words
         )
 
     def _is_word(self, word: int, argument: int) -> bool:
@@ -323,11 +330,15 @@ class Kernel:
     scratch: int
 
 
-def compiled(start: Any, device: torch.device, aligned: bool) -> Kernel:
-    """The kernel of a launch on `device`. Raises CannotLower if Triton laid out its parameters in a
-    way that is not known here."""
-    made = start.compiled(device.index, aligned)
-    scratch = scratch_pointers(start.flat_types, made.asm["ptx"])
+def compiled(launch: Any, device: torch.device, aligned: bool) -> Kernel:
+    """The kernel of a `Launch` on `device`.
+
+    aligned: whether all addresses among its arguments are multiples of 16, for which Triton
+    compiles a kernel of its own. Raises CannotLower if Triton laid out its parameters in a way that
+    is not known here.
+    """
+    made = launch.compiled(device.index, aligned)
+    scratch = scratch_pointers(launch.flat_types, made.asm["ptx"])
     if scratch is None:
         raise CannotLower(
             f"Triton {launching.triton.__version__} lays out the arguments of kernels in a way "

@@ -139,7 +139,7 @@ class Recording:
 
 
 class PassRecorder(TorchDispatchMode):
-    """Follows one pass; see `following`. It is a `recording.Recorder`."""
+    """Records one pass; see `record_pass`. It is a `recording.Recorder`."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -239,7 +239,9 @@ class PassRecorder(TorchDispatchMode):
 
 
 @contextmanager
-def following(inputs: Sequence[Tensor | None], reads: Sequence[Tensor] = ()) -> Iterator[Recording]:
+def record_pass(
+    inputs: Sequence[Tensor | None], reads: Sequence[Tensor] = ()
+) -> Iterator[Recording]:
     """Records the pass that runs in this context.
 
     inputs: the tensors that a call of the Program will be given, contiguous. reads: tensors beside
@@ -255,8 +257,9 @@ def following(inputs: Sequence[Tensor | None], reads: Sequence[Tensor] = ()) -> 
 def is_shared(inputs: Sequence[Tensor | None]) -> bool:
     """Whether the first of these tensors has memory in common with another one.
 
-    That is X or dY, which other calls bring from elsewhere. The others have the same roles in each
-    call, and some of them are the same tensor in each.
+    The first is X or dY. A Program tells its inputs apart by their addresses in the recording, so
+    it would take one of two that overlap for the other. In later calls X and dY lie elsewhere,
+    where they need not overlap. The other inputs share memory in each call or in none.
     """
     first, *others = (
         (each.data_ptr(), each.data_ptr() + _bytes_spanned(each))

@@ -21,7 +21,6 @@ from megatron_fp4.execution.parts import Build, Parts, take_apart
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts
 from megatron_fp4.operands import Computed, Normed, Operand, Swiglu
-from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.setting import SwigluPlace
@@ -34,8 +33,8 @@ _view = torch.ops.aten._unsafe_view.default._op  # takes no Python code
 
 
 @dataclass(slots=True)
-class Passed:
-    """A forward pass, as its backward pass needs it beside the tensors that are saved.
+class ForwardContext:
+    """What a backward pass needs of its forward pass, beside the tensors that are saved.
 
     builds: for each field of `Saved`, which of the saved tensors are its own, and what builds it
         from them; None where there is none.
@@ -84,26 +83,26 @@ class LinearFunction(torch.autograd.Function):
             matrix = Normed(given, site.norm)
         plan = _plan(given, weight, bias, recipe, site, needs, beside.place)
 
-        def run(followed: Site) -> tuple[Tensor, Passed, Parts]:
+        def run(followed: Site) -> tuple[Tensor, ForwardContext, Parts]:
             y, saved = forward(plan, matrix, weight, bias, followed, call, held)
             is_kept = held is not None or plan.fprop.b.is_sent
             shares_w = is_kept and plan.saves_w == "operand"
             tensors, builds = _taken_apart(saved, shares_w) if differentiates else ([], ())
-            passed = Passed(
+            context = ForwardContext(
                 plan, site, call, held, builds,
                 shared_w=saved.w if shares_w else None,
                 x_shape=x.shape,
                 bias_dtype=bias.dtype if needs[2] and bias is not None else None,
                 weight=None if plan.setting.main_grad is None else weight,
             )  # fmt: skip
-            return y, passed, tensors
+            return y, context, tensors
 
         with _plain_tensors():
             if follower is None:
-                y, passed, tensors = run(site)
+                y, context, tensors = run(site)
             else:
-                y, passed, tensors = follower.forward(run, given, weight, bias)
-        ctx.passed, ctx.follower = passed, follower
+                y, context, tensors = follower.forward(run, given, weight, bias)
+        ctx.context, ctx.follower = context, follower
         ctx.save_for_backward(*tensors)
         leading = [*x.shape[:-1]]
         if leading and site.parallel is not None and x.numel():
@@ -125,42 +124,42 @@ class LinearFunction(torch.autograd.Function):
         device = dy.device.type
         if autocasts(device):
             with torch.autocast(device, enabled=False):
-                found = gradients(ctx.passed, ctx.saved_tensors, dy, ctx.follower)
+                found = gradients(ctx.context, ctx.saved_tensors, dy, ctx.follower)
         else:
-            found = gradients(ctx.passed, ctx.saved_tensors, dy, ctx.follower)
+            found = gradients(ctx.context, ctx.saved_tensors, dy, ctx.follower)
         return *found, None, None, None, None, None, None, None
 
 
 def gradients(
-    passed: Passed, tensors: Sequence[Tensor | None], dy: Tensor, follower: Follower | None
+    context: ForwardContext, tensors: Sequence[Tensor | None], dy: Tensor, follower: Follower | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of X, W and the bias; None for those that are not asked for.
 
     tensors: what the forward pass saved. dy: of Y's shape. follower: follows the pass, or None.
     """
-    weight = passed.weight
+    weight = context.weight
     dy = dy.reshape(-1, dy.shape[-1])
     into = None if weight is None else weight.main_grad  # type: ignore[attr-defined]
 
     def run(site: Site) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        saved = _put_together(passed, tensors)
-        made = Backward(passed.plan, saved, site, passed.call, passed.held).gradients(dy, into)
+        saved = _put_together(context, tensors)
+        made = Backward(context.plan, saved, site, context.call, context.held).gradients(dy, into)
         db = None
-        if passed.bias_dtype is not None:
+        if context.bias_dtype is not None:
             # Where dX is not needed, dgrad quantizes no dY, and dY itself is summed.
-            quantized = passed.plan.recipe.bias_gradient == "quantized"
+            quantized = context.plan.recipe.bias_gradient == "quantized"
             summed = made.dy if quantized and made.dy is not None else dy
-            db = _bias_gradient(summed, dy.dtype).to(passed.bias_dtype)
+            db = _bias_gradient(summed, dy.dtype).to(context.bias_dtype)
         return made.dx, made.dw, db
 
     with _plain_tensors():
         if follower is None:
-            dx, dw, db = run(passed.site)
+            dx, dw, db = run(context.site)
         else:
-            dx, dw, db = follower.backward(run, passed.held, dy, into, tensors)
+            dx, dw, db = follower.backward(run, context.held, dy, into, tensors)
     if dw is not None and weight is not None:
         dw = _added_to_main_grad(weight)
-    return None if dx is None else dx.view(passed.x_shape), dw, db
+    return None if dx is None else dx.view(context.x_shape), dw, db
 
 
 def _plan(
@@ -179,26 +178,13 @@ def _plan(
     """
     sharding = site.sharding
     tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)
-    main_grad = getattr(weight, "main_grad", None) if site.fuses and needs[1] else None
-    return plan_for(
-        recipe,
-        tokens_of_plan(recipe, tokens),
-        weight.shape,
-        x.dtype,
-        x.device,
-        weight.dtype,
-        sharding,
-        main_grad.dtype if isinstance(main_grad, Tensor) else None,
-        needs[0],
-        needs[1],
-        bias is not None,
-        site.keeps_w,
-        site.packs_x,
-        swiglu,
-        site.norm is not None,
-        site.kept_y,
-        site.sent_w is not None,
-        site.fastest,
+    main_grad = None
+    if site.fuses and needs[1]:
+        found = getattr(weight, "main_grad", None)
+        main_grad = found.dtype if isinstance(found, Tensor) else None
+    has_bias = bias is not None
+    return site.plan(
+        recipe, tokens, weight, x.dtype, main_grad, needs[0], needs[1], has_bias, swiglu
     )
 
 
@@ -238,7 +224,7 @@ def unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 def _taken_apart(
     saved: Saved, shares_w: bool
 ) -> tuple[Parts, tuple[tuple[slice, Build] | None, ...]]:
-    """(tensors, `Passed.builds`) of what the forward pass saved.
+    """(tensors, `ForwardContext.builds`) of what the forward pass saved.
 
     They are for save_for_backward, so that hooks on saved tensors see them. shares_w: whether the
     calls of a step share W's operand, which is then not among them.
@@ -258,9 +244,9 @@ def _taken_apart(
     return tensors, builds
 
 
-def _put_together(passed: Passed, tensors: Sequence[Tensor | None]) -> Saved:
+def _put_together(context: ForwardContext, tensors: Sequence[Tensor | None]) -> Saved:
     parts: list[Any] = [
-        None if each is None else each[1](*tensors[each[0]]) for each in passed.builds
+        None if each is None else each[1](*tensors[each[0]]) for each in context.builds
     ]
     x, w, *others = parts
-    return Saved(x, w if passed.shared_w is None else passed.shared_w, *others)
+    return Saved(x, w if context.shared_w is None else context.shared_w, *others)

@@ -17,7 +17,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.forward import Saved, all_tokens
 from megatron_fp4.execution.gemm import run_gemm
-from megatron_fp4.execution.making import computed, make_operands, source_of
+from megatron_fp4.execution.making import make_operands, matrix_of, source_of
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import OperandPlan, Source
 from megatron_fp4.makers.estimator import Estimating
@@ -72,13 +72,11 @@ class Backward:
             self._matrices["dy", "model"] = self._gather_before(dy)
         self._make_at_start()
         if x is None and plan.wgrad is not None:
-            x = self._send(plan.wgrad.b, self._made[plan.wgrad.b])
-        dgrad_dy = (
-            None if plan.dgrad is None else self._send(plan.dgrad.a, self._made[plan.dgrad.a])
-        )
+            x = self._send(plan.wgrad.b)
+        dgrad_dy = None if plan.dgrad is None else self._send(plan.dgrad.a)
         wgrad_dy = None
         if plan.wgrad is not None and plan.wgrad.a in self._made:
-            wgrad_dy = self._send(plan.wgrad.a, self._made[plan.wgrad.a])
+            wgrad_dy = self._send(plan.wgrad.a)
         dx = dw = bias_dy = None
         if plan.dgrad is not None and dgrad_dy is not None:
             a, dgrad_dy = dgrad_dy.wait(), None
@@ -109,13 +107,14 @@ class Backward:
         made after the gather. Returns None where nothing of it is gathered: wgrad's operand is then
         made from this rank's part first.
         """
-        plan, x = self.plan.wgrad, self.saved.x
-        if plan is None or x is None:
+        wgrad, x = self.plan.wgrad, self.saved.x
+        if wgrad is None or x is None:
             return None
         if self.plan.saves_x == "packed":
-            return self._send(plan.b, Made(x))
-        if plan.b.gathered == "before" and self.site.parallel is not None:
-            x = x if self.saved.x_itself is None else _kept_for(plan, x, self.saved.x_itself)
+            self._made[wgrad.b] = Made(x)
+            return self._send(wgrad.b)
+        if wgrad.b.gathered == "before" and self.site.parallel is not None:
+            x = x if self.saved.x_itself is None else _kept_for(wgrad, x, self.saved.x_itself)
             return self.site.parallel.gather(x).then(Made)
         return None
 
@@ -130,7 +129,7 @@ class Backward:
 
     def _make_at_start(self) -> None:
         """Makes all operands that do not wait for the gathered X; W's operand if it is not held."""
-        plan, makings = self.plan, self.plan.backward
+        plan, saved, makings = self.plan, self.saved, self.plan.backward
         if plan.remade is not None:
             self._remake_w(plan.remade)
             makings = makings[1:]
@@ -141,12 +140,12 @@ class Backward:
                 if fold is not None:
                     self._folds[plan.dgrad.a] = fold
             else:
-                w, weight = self.saved.w, self.saved.weight
+                w, weight = saved.w, saved.weight
                 w = w if weight is None else _kept_for(plan.dgrad, w, weight)
                 self._take_source(plan.dgrad, w, plan.fprop.b)
         if plan.wgrad is not None and plan.makes_x_at_start:
-            x, x_itself = self.saved.x, self.saved.x_itself
-            assert x is not None
+            assert saved.x is not None
+            x, x_itself = saved.x, saved.x_itself
             x = x if x_itself is None else _kept_for(plan.wgrad, x, x_itself)
             self._take_source(plan.wgrad, x, plan.fprop.a)
         self._make(makings)
@@ -193,7 +192,7 @@ class Backward:
         """dY in the model's dtype."""
         makings = self.plan.backward + self.plan.late
         making = next(making for making in makings if wgrad.a in making.operands)
-        dy = computed(making, self._matrices)
+        dy = matrix_of(making, self._matrices)
         assert isinstance(dy, Tensor)
         return dy
 
@@ -212,9 +211,11 @@ class Backward:
             held.made["dgrad"], held.folds["dgrad"] = Made(made.operand), self._folds.get(dgrad.a)
         return made
 
-    def _send(self, plan: OperandPlan, made: Made) -> Pending[Made]:
-        """Starts to gather `made` if its plan gathers codes; else the result is `made`, at once."""
-        if plan.gathered != "after" or self.site.parallel is None:
+    def _send(self, operand: OperandPlan) -> Pending[Made]:
+        """Starts to gather an operand that was made, if its plan gathers codes; else the result is
+        the operand, at once."""
+        made = self._made[operand]
+        if operand.gathered != "after" or self.site.parallel is None:
             return Pending(None, made)
         return self.site.parallel.gather(made.operand).then(Made)
 
@@ -273,9 +274,7 @@ class Backward:
             return dw if mean is None else self._with_mean(wgrad, dw, mean)
         dw = run_gemm(wgrad, a, b, self.site)
         if estimates is not None:
-            assert (
-                saved.weight is not None
-            )  # saved with fprop's operand where there is an estimator
+            assert saved.weight is not None  # it is saved for the estimator
             # If no other term follows, the kernel of the factor adds dW to main_grad.
             adds = into is not None and into.dtype == dw.dtype and into.is_contiguous()
             adds = adds and outliers is None

@@ -29,6 +29,9 @@ from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import NOTHING, Given, OperandPlan
 from megatron_fp4.operands import Carriers, Made, Matrix
+from megatron_fp4.plan.cache import plan_for, tokens_of_plan
+from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.recipe import Recipe
 from megatron_fp4.setting import UNSHARDED, KeepsW, Sharding, SwigluPlace
 
 
@@ -161,6 +164,31 @@ class Site:
         """How the linear is sharded."""
         return UNSHARDED if self.parallel is None else self.parallel.sharding
 
+    def plan(
+        self,
+        recipe: Recipe,
+        tokens: int,
+        weight: Tensor,
+        dtype: torch.dtype,
+        main_grad: torch.dtype | None,
+        dx: bool,
+        dw: bool,
+        has_bias: bool,
+        swiglu: SwigluPlace,
+    ) -> LinearPlan:
+        """The plan of the linear under `recipe`, on the device of `weight` [out, in].
+
+        tokens: on this rank, under sequence parallelism of its part. dtype: of X. The others are as
+        in `setting.Setting`.
+        """
+        # Not by the property `sharding`: this runs in each call, and host time counts.
+        sharding = UNSHARDED if self.parallel is None else self.parallel.sharding
+        return plan_for(
+            recipe, tokens_of_plan(recipe, tokens), weight.shape, dtype, weight.device,
+            weight.dtype, sharding, main_grad, dx, dw, has_bias, self.keeps_w, self.packs_x,
+            swiglu, self.norm is not None, self.kept_y, self.sent_w is not None, self.fastest,
+        )  # fmt: skip
+
     def given(
         self, operand: OperandPlan, call: Call, fold: Tensor | None, largest: Tensor | None
     ) -> Given:
@@ -205,21 +233,21 @@ class Site:
             stream = _stream(self._called(operand, call), operand)
             return Noise(call.key, stream, self.placement(operand, call))
         if operand not in self._streams:
-            place = self.placements.get(operand.letter, WHOLE)
-            self._streams[operand] = _stream(self.name, operand), place
-        stream, place = self._streams[operand]
+            placement = self.placements.get(operand.letter, WHOLE)
+            self._streams[operand] = _stream(self.name, operand), placement
+        stream, placement = self._streams[operand]
         if call.rows is not None:
-            place = self.placement(operand, call)
-        return Noise(call.key, stream, place)
+            placement = self.placement(operand, call)
+        return Noise(call.key, stream, placement)
 
     def placement(self, operand: OperandPlan, call: Call) -> Placement:
         """Where the operand lies in the unsharded tensor, in this call."""
-        place, rows = self.placements.get(operand.letter, WHOLE), call.rows
+        placement, rows = self.placements.get(operand.letter, WHOLE), call.rows
         if operand.letter == "w" or rows is None:
-            return place
+            return placement
         if operand.is_part and self.parallel is not None:
             rows = self.parallel.part(rows)
-        return place._replace(rows=rows)
+        return placement._replace(rows=rows)
 
 
 def _stream(name: str, operand: OperandPlan) -> int:

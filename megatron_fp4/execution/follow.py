@@ -12,13 +12,16 @@ from megatron_fp4.execution.weights import HeldWeight
 
 
 class Follower(Protocol):
-    """Runs a pass and records what it does; cpp/executor.py has one."""
+    """Runs a pass and records what it does; cpp/following.py has one."""
 
     def forward(
         self, run: Callable[[Site], Any], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
-        """run(site), which returns Y, a `Passed` and the tensors that are saved, for a site of the
-        follower's. x: [tokens, in]."""
+        """Calls `run` with a Site of the follower's own, and returns what it returns: (Y, a
+        `ForwardContext`, the tensors that are saved for backward).
+
+        x: [tokens, in]. weight: [out, in]. bias: [out] or None.
+        """
         ...
 
     def backward(
@@ -29,5 +32,10 @@ class Follower(Protocol):
         main_grad: Tensor | None,
         saved: Sequence[Tensor | None],
     ) -> Any:
-        """run(site), which returns the gradients of X, W and the bias. dy: [tokens, out]."""
+        """Calls `run` with a Site of the follower's own, and returns what it returns: the gradients
+        of X, W and the bias.
+
+        held: W's operands, as in the forward pass. dy: [tokens, out]. main_grad: [out, in], where
+        dW is added, or None. saved: what the forward pass saved.
+        """
         ...

@@ -19,8 +19,8 @@ Matrices = Mapping[tuple[str, Source], Matrix]
 Folds = Mapping[OperandPlan, Tensor]
 
 
-def computed(making: Making, matrices: Matrices) -> Operand:
-    """The matrix of `making`, computed where it is one that can be computed as it is read."""
+def matrix_of(making: Making, matrices: Matrices) -> Operand:
+    """The matrix of `making` as a tensor or codes; a `Computed` is computed first."""
     matrix = matrices[making.matrix]
     if not isinstance(matrix, Computed):
         return matrix
@@ -44,7 +44,7 @@ def make_operands(
     whole = matrices  # for makers that do not compute a matrix as they read it
     for making in makings:
         if making.compute is not None and not making.activates:
-            whole = {**whole, making.matrix: computed(making, whole)}
+            whole = {**whole, making.matrix: matrix_of(making, whole)}
     largest = {} if site.parallel is None else _agreed(makings, whole, folds, site, call)
     made: dict[OperandPlan, Made] = {}
     for making in makings:

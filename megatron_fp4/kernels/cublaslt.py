@@ -274,10 +274,10 @@ def multiply(
             a=first, b=second, a_scale=a_scales, b_scale=b_scales, out=place, workspace=room
         )
         form = shape, types, alpha, accumulates, alignment, index
-        current.recorder.multiplied(Launched(form, addresses))
+        current.recorder.multiplied(LaunchedProduct(form, addresses))
 
 
-class Launched(NamedTuple):
+class LaunchedProduct(NamedTuple):
     """A product that was launched.
 
     form: the arguments of its `_Plan`. addresses: of a, b, their scales, out and the workspace, by
@@ -288,7 +288,7 @@ class Launched(NamedTuple):
     addresses: dict[str, int]
 
     def descriptors(self) -> tuple[_Plan, dict[str, Any]]:
-        """New descriptors for such products, as plain numbers, and what owns them.
+        """(owner, descriptors): new descriptors for such products, as plain numbers by name.
 
         The products of `_plan` share theirs, and change them under a lock.
         """

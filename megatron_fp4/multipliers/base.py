@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.decoding import decoded
 from megatron_fp4.operands import Decoded, Form, Made, Operand
-from megatron_fp4.target import Target, triton_problem
+from megatron_fp4.target import Target, kernels_problem, triton_problem
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def finish_scaled(
     out_dtype: torch.dtype,
     into: Tensor | None,
 ) -> Tensor:
-    """`finish` of `scale_product` of these arguments, by a kernel where there is one for them."""
+    """`scale_product`, then `finish`; both in one kernel where there is one for the product."""
     dtype = out_dtype if into is None else into.dtype
     if _has_scale_kernel(product, dtype) and (into is None or into.is_contiguous()):
         from megatron_fp4.kernels import scaled_product  # imports Triton
@@ -142,7 +142,8 @@ def _has_scale_kernel(product: Tensor, dtype: torch.dtype) -> bool:
 def scale_product(
     product: Tensor, a_factors: Tensor | None, b_factors: Tensor | None, correction: float
 ) -> Tensor:
-    """The float32 product [M, N] times the row factors of its operands and the correction.
+    """The product [M, N], in float32 or wider, times the row factors of its operands and the
+    correction.
 
     a_factors: [M, 1], [1, 1] or None. b_factors: [N, 1], [1, 1] or None; see `Decoded.row_factors`.
     """
@@ -192,6 +193,17 @@ def codes_problem(product: Product) -> str | None:
     if product.quantizers is None:
         return "an operand is in high precision"
     return format_problem(product)
+
+
+def mxfp4_problem(product: Product, target: Target) -> str | None:
+    """Why an MXFP4 GEMM on FP4 tensor cores cannot multiply the codes of these operands, or no
+    kernel runs on `target`; None if it may. Shapes are not looked at."""
+    if (problem := codes_problem(product) or kernels_problem(target)) is not None:
+        return problem
+    assert product.quantizers is not None  # codes_problem refuses high precision
+    if not all(quantizer.mxfp4 for quantizer in product.quantizers):
+        return "an operand is not MXFP4 in blocks of 32"
+    return None
 
 
 def is_inexact(product: Product) -> bool:

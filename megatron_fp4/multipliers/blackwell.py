@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
-from megatron_fp4.multipliers.base import Product, ReadsCodes, codes_problem, finish
+from megatron_fp4.multipliers.base import Product, ReadsCodes, finish, mxfp4_problem
 from megatron_fp4.multipliers.trial import TRIED, trial
 from megatron_fp4.operands import Form
-from megatron_fp4.target import Target, kernels_problem
+from megatron_fp4.target import Target
 
 
 class Blackwell(ReadsCodes):
@@ -28,11 +28,8 @@ class Blackwell(ReadsCodes):
     def refuses(self, product: Product, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability[0] not in (10, 12):
             return "FP4 tensor cores need a GPU of compute capability 10.x or 12.x"
-        if (problem := codes_problem(product) or kernels_problem(target)) is not None:
+        if (problem := mxfp4_problem(product, target)) is not None:
             return problem
-        assert product.quantizers is not None  # in high precision: codes_problem
-        if not all(quantizer.mxfp4 for quantizer in product.quantizers):
-            return "an operand is not MXFP4 in blocks of 32"
         if not all(product.shape):
             return "there are no tokens"
         return None if target.device is None else problem_on(target.device)

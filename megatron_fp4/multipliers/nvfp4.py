@@ -33,7 +33,7 @@ class Nvfp4(ReadsCodes):
             return "NVFP4 GEMMs need a GPU of compute capability 10.x or 12.x"
         if (problem := codes_problem(product)) is not None:
             return problem
-        assert product.quantizers is not None  # in high precision: codes_problem
+        assert product.quantizers is not None  # codes_problem refuses high precision
         if not all(map(_is_nvfp4, product.quantizers)):
             return "an operand is not NVFP4 in blocks of 16"
         m, n, k = product.shape
@@ -74,6 +74,7 @@ def problem_on(device: torch.device) -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed: pip install 'transformer-engine[pytorch]'"
 
+    # Both import the GEMM inside, so that `trial` reports an installation that does not load.
     def rounded(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         from megatron_fp4.kernels.te_nvfp4 import product
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
-from megatron_fp4.multipliers.base import Product, ReadsCodes, codes_problem
+from megatron_fp4.multipliers.base import Product, ReadsCodes, mxfp4_problem
 from megatron_fp4.multipliers.trial import TRIED, trial
 from megatron_fp4.operands import Form
-from megatron_fp4.target import Target, kernels_problem
+from megatron_fp4.target import Target
 
 ALIGNMENT = 16  # N, the rows of B, must be a multiple of this
 
@@ -30,11 +30,8 @@ class Sm100(ReadsCodes):
     def refuses(self, product: Product, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability[0] != 10:
             return "torch's MXFP4 GEMMs need a GPU of compute capability 10.x"
-        if (problem := codes_problem(product) or kernels_problem(target)) is not None:
+        if (problem := mxfp4_problem(product, target)) is not None:
             return problem
-        assert product.quantizers is not None  # in high precision: codes_problem
-        if not all(quantizer.mxfp4 for quantizer in product.quantizers):
-            return "an operand is not MXFP4 in blocks of 32"
         if product.adds or product.out_dtype != torch.bfloat16 or product.correction != 1.0:
             return "torch's MXFP4 GEMMs are BF16, without a factor, and add to nothing"
         if not all(product.shape) or product.shape[1] % ALIGNMENT:

@@ -96,6 +96,23 @@ def run(args: argparse.Namespace) -> str:
     the number of ranks or of a block.
     """
     recipe = get_recipe(args.recipe, **read_options(args.recipe_option))
+    setting = _setting(args)
+    if args.param_gather and (why := refusal(recipe, "--param-gather")) is not None:
+        raise ConfigError(why)
+    for each in recipe.parts:
+        check_sizes_of_flags(each, args.tokens, setting.inputs, setting.outputs, _FLAGS)
+    element = _element(args)
+    moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
+    shown = "".join(
+        title + show(compile_plan(each, _setting_of(each, setting)), moments)
+        for title, each in titled(recipe)
+    )
+    first = compile_plan(recipe, _setting_of(recipe, setting))
+    return shown + show_exchange(first, args.dp, element)
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    """The setting that the flags describe. Raises ConfigError for flags that exclude each other."""
     sharding, tokens, inputs, outputs = sizes_on_rank(args, _FLAGS)
     if args.swiglu and args.bias:
         raise ConfigError(
@@ -110,12 +127,8 @@ def run(args: argparse.Namespace) -> str:
     stores_fp8 = args.activation_func_fp8_input_store
     if stores_fp8 and not args.swiglu:
         raise ConfigError("--activation-func-fp8-input-store needs --swiglu: add it")
-    if args.param_gather and (why := refusal(recipe, "--param-gather")) is not None:
-        raise ConfigError(why)
-    for each in recipe.parts:
-        check_sizes_of_flags(each, args.tokens, inputs, outputs, _FLAGS)
     dtype = _DTYPES[args.dtype]
-    setting = Setting(
+    return Setting(
         tokens, inputs, outputs, dtype, target_given(args.gpu), dtype, sharding,
         main_grad=torch.float32,
         has_bias=args.bias,
@@ -127,18 +140,17 @@ def run(args: argparse.Namespace) -> str:
         sent_w=args.param_gather,
         fastest=fastest_of(args.multiplier),
     )  # fmt: skip
+
+
+def _element(args: argparse.Namespace) -> str | None:
+    """The elements in which data-parallel ranks send dW; None: as they are. Raises ConfigError if
+    there are no such ranks."""
     element = element_of(args.grad_comm, args.grad_comm_element)
     if args.dp < 1:
         raise ConfigError(f"--dp {args.dp}: give 1 or more")
     if args.dp == 1 and element is not None:
         raise ConfigError("--grad-comm needs --dp 2 or more: add it")
-    moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
-    shown = "".join(
-        title + show(compile_plan(each, _setting_of(each, setting)), moments)
-        for title, each in titled(recipe)
-    )
-    first = compile_plan(recipe, _setting_of(recipe, setting))
-    return shown + show_exchange(first, args.dp, element)
+    return element
 
 
 def _setting_of(recipe: Recipe, setting: Setting) -> Setting:

@@ -24,34 +24,23 @@ from megatron_fp4.plan import reads
 from megatron_fp4.plan.data import GemmPlan, LinearPlan, Making
 from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.plan.sizes import CONTRACTED, token_tile
-from megatron_fp4.recipe import GEMMS, OPERANDS, Recipe
+from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.setting import Setting
 
 
 def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
-    """The plan of a linear with this recipe in this setting."""
-    asked_for = {"fprop": True, "dgrad": setting.dx, "wgrad": setting.dw}
-    fprop, dgrad, wgrad = (
-        _gemm(recipe, gemm, setting) if asked_for[gemm] else None for gemm in GEMMS
-    )
-    assert fprop is not None
+    """The plan of a linear with this recipe in this setting.
+
+    Raises ConfigError where ranks share a row whose scale is under one of the tensor.
+    """
+    fprop = _gemm(recipe, "fprop", setting)
+    dgrad = _gemm(recipe, "dgrad", setting) if setting.dx else None
+    wgrad = _gemm(recipe, "wgrad", setting) if setting.dw else None
     saves_x = reads.saves_x(recipe, setting)
     assert not setting.sent_w or reader_of_w(recipe) is None
-    forward, backward, late = [fprop.a, *([] if fprop.b.is_sent else [fprop.b])], [], []
+    forward, backward, late = _order(fprop, dgrad, wgrad, packs_x=saves_x == "packed")
     # Of the operand that is made again only the codes are read.
     again = [replace(fprop.b, carrier=None)] if reads.remakes_w(recipe, setting) else []
-    if dgrad is not None:
-        backward += [dgrad.b, dgrad.a]
-    if wgrad is not None:
-        if saves_x == "packed":
-            forward.insert(1, wgrad.b)
-        elif wgrad.b.gathered == "before":
-            late.append(wgrad.b)
-        else:
-            backward.insert(1 if dgrad is not None else 0, wgrad.b)
-        # Row scales of X that multiply dY are known only after X is gathered. Where X is gathered
-        # before it is quantized, dY's operand for wgrad waits for it; the one for dgrad does not.
-        (late if late and wgrad.a.folds else backward).append(wgrad.a)
     return LinearPlan(
         recipe=recipe,
         setting=setting,
@@ -75,9 +64,35 @@ def compile_plan(recipe: Recipe, setting: Setting) -> LinearPlan:
     )
 
 
+def _order(
+    fprop: GemmPlan, dgrad: GemmPlan | None, wgrad: GemmPlan | None, packs_x: bool
+) -> tuple[list[OperandPlan], list[OperandPlan], list[OperandPlan]]:
+    """(forward, backward, late): when the operands are made, in their order; see LinearPlan.
+
+    Operands that are made from one matrix follow each other, so that one maker can make both.
+    packs_x: whether wgrad's operand of X is made in the forward pass.
+    """
+    forward, backward, late = [fprop.a], list[OperandPlan](), list[OperandPlan]()
+    if wgrad is not None and packs_x:
+        forward.append(wgrad.b)
+    if not fprop.b.is_sent:
+        forward.append(fprop.b)
+    if dgrad is not None:
+        backward.append(dgrad.b)
+    if wgrad is not None and not packs_x:
+        (late if wgrad.b.gathered == "before" else backward).append(wgrad.b)
+    if dgrad is not None:
+        backward.append(dgrad.a)
+    if wgrad is not None:
+        # Row scales of X that multiply dY are known only after X is gathered. Where X is gathered
+        # before it is quantized, dY's operand for wgrad waits for it; the one for dgrad does not.
+        (late if late and wgrad.a.folds else backward).append(wgrad.a)
+    return forward, backward, late
+
+
 def _high_precision(setting: Setting) -> Multiplier:
-    """The multiplier of what is left out of X with W or dY, all in the model's dtype, added to Y or
-    dW."""
+    """The multiplier for what the recipe takes out of X (outliers, or the mean), which it
+    multiplies with W or dY in the model's dtype, and adds to Y or dW."""
     dtype, shape = setting.dtype, (0, 0, 0)
     product = Product(dtype, dtype, shape, dtype, wide(dtype), adds=True)
     return multipliers.choose(product, setting.target, setting.fastest).multiplier
@@ -95,6 +110,11 @@ class _From(NamedTuple):
 
 
 def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
+    """What an operand is made from: the first of the sources below that applies.
+
+    A backward operand of W or X is made from fprop's codes where the recipe says so. Then it is
+    decoded to the narrowest dtype in which its values are exact.
+    """
     dtype = setting.dtype
     if (gemm, letter) == ("fprop", "x") and recipe.outliers is not None:
         return _From("inliers", dtype)
@@ -102,27 +122,27 @@ def _source(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> _From:
         return _From("centered", dtype)
     if (gemm, letter) == ("fprop", "w") and setting.sent_w:
         return _From("codes", dtype, recipe.fprop.b)
-    if gemm == "fprop" or letter == "dy" or not reads.fprop_codes(recipe, letter):
-        return _From(_computed(recipe, gemm, letter, setting) or "model", dtype)
-    left, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
-    assert left is not None
+    if gemm == "fprop" or letter == "dy" or not reads.from_fprop_codes(recipe, letter):
+        return _From(_computed_source(recipe, gemm, letter, setting) or "model", dtype)
+    codes, own = recipe.quantizer("fprop", letter), recipe.gemm(gemm)
+    assert codes is not None
     transformed = recipe.fprop.hadamard is not None
     if own.b is None and own.hadamard is None and not transformed:
         even = not any(size % 2 for size in setting.shape(letter, is_part=False))
-        if left.scale == "fp32" and left.spans_axis and even:
-            return _From("elements", dtype, replace(left, block=(WHOLE_AXIS, WHOLE_AXIS)))
+        if codes.scale == "fp32" and codes.spans_axis and even:
+            return _From("elements", dtype, replace(codes, block=(WHOLE_AXIS, WHOLE_AXIS)))
         # An element times its block scale is exact in BF16, and may overflow in float16.
-        fits = dtype == torch.bfloat16 and left.exact_in_bf16
+        fits = dtype == torch.bfloat16 and codes.exact_in_bf16
         return _From("values", dtype if fits else wide(dtype))
     # A 4-bit element times a block scale is exact in BF16 too.
-    narrow = left.exact_in_bf16 and not left.scales_product and dtype == torch.bfloat16
+    narrow = codes.exact_in_bf16 and not codes.scales_product and dtype == torch.bfloat16
     narrow = narrow and not transformed
-    if narrow and left.scale == "e8m0" and own.b is not None:
-        return _From("codes", dtype, left)
+    if narrow and codes.scale == "e8m0" and own.b is not None:
+        return _From("codes", dtype, codes)
     return _From("decoded", dtype if narrow else wide(dtype))
 
 
-def _computed(
+def _computed_source(
     recipe: Recipe, gemm: str, letter: str, setting: Setting
 ) -> Literal["swiglu", "normed", ""]:
     """The source of an operand of X or dY, if it is "swiglu" or "normed" and not "model"."""
@@ -155,8 +175,12 @@ def _keeps_x(recipe: Recipe, setting: Setting) -> bool:
 
 def _reads_normed_x(recipe: Recipe, setting: Setting) -> bool:
     """Whether something but fprop's maker reads the result of a norm as a matrix."""
-    split = recipe.outliers is not None or reads.subtracts_mean(recipe, setting)
-    return split or _keeps_x(recipe, setting)
+    return _splits_x(recipe, setting) or _keeps_x(recipe, setting)
+
+
+def _splits_x(recipe: Recipe, setting: Setting) -> bool:
+    """Whether outliers or the mean are taken out of X."""
+    return recipe.outliers is not None or reads.subtracts_mean(recipe, setting)
 
 
 def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | None:
@@ -165,8 +189,7 @@ def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | No
         return computed.choose(replace(x, source="normed"), setting)
     keeps_x = setting.kept_y is not None and _keeps_x(recipe, setting)
     keeps_x |= reads.estimator_of(recipe, "x", setting) is not None
-    split = recipe.outliers is not None or reads.subtracts_mean(recipe, setting)
-    if setting.swiglu == "after" and (split or keeps_x):
+    if setting.swiglu == "after" and (_splits_x(recipe, setting) or keeps_x):
         return computed.choose(x, setting)
     return None
 
@@ -181,10 +204,10 @@ def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:
     if gemm == "fprop":
         return False
     source = _source(recipe, gemm, letter, setting).source
-    left = recipe.quantizer("fprop", letter)
-    if source != "values" or left is None:
+    codes = recipe.quantizer("fprop", letter)
+    if source != "values" or codes is None:
         return source == "elements"
-    return left.scales_product
+    return codes.scales_product
 
 
 def _gathered(
@@ -218,7 +241,10 @@ def _stands_alone(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> b
 
 
 def operand_plan(recipe: Recipe, gemm: str, letter: str, setting: Setting) -> OperandPlan:
-    """The plan of one operand, without `carrier`, which depends on the multiplier."""
+    """The plan of one operand, without `carrier`, which depends on the multiplier.
+
+    Raises ConfigError where ranks share a row whose scale is under one of the tensor.
+    """
     made_from, axis = _source(recipe, gemm, letter, setting), CONTRACTED[gemm, letter]
     is_sent = (gemm, made_from.source) == ("fprop", "codes")
     quantizer = None if is_sent else recipe.quantizer(gemm, letter)

@@ -71,8 +71,8 @@ class LinearPlan:
     saves_w: what is saved of W: fprop's operand ("operand"), or W itself ("model"). Where the
         backward pass reads that operand and it is not saved, `backward` begins with it.
     splitting: splits outliers off X as recipe.outliers says; None where the recipe splits none off.
-    compute_x: computes X where it is the result of a SwiGLU or of a norm, and is split, without its
-        mean, or kept as a matrix; else None.
+    compute_x: computes X as a matrix, if X is the result of a SwiGLU or of a norm and more than
+        fprop's maker reads it: outliers or the mean are taken out of it, or it is saved. Else None.
     compensation: the multiplier that adds outliers times W^T to Y; None where the recipe does not
         compensate. residual_in_dw: whether it also adds dY^T times the outliers to dW.
     mean_in_y: the multiplier that adds the mean of X times W^T to Y; None where fprop multiplies X

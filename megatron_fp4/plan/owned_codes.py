@@ -48,11 +48,11 @@ def reader_of_w(recipe: Recipe) -> str | None:
 
 
 def refusal(recipe: Recipe, flag: str) -> str | None:
-    """The message that refuses `flag`, which asks that W be gathered as codes; None if it can be.
+    """The message that refuses `flag`, which has W gathered as codes; None if W can be.
 
-    It can be if `reader_of_w` is None for `recipe` and for the recipes of its layers. Those that
-    quantize nothing are passed over, since their W is gathered in the model's dtype; a recipe that
-    quantizes nothing in any layer is refused.
+    It can be if `reader_of_w` is None for `recipe` and for the recipes of its layers. A recipe that
+    quantizes nothing does not count, since its W is gathered in the model's dtype, unless no recipe
+    quantizes anything.
     """
     for each in [one for one in recipe.followed if one.ever_quantized] or [recipe]:
         if (why := refusal_of(each, flag, of_layers=each is not recipe)) is not None:

@@ -1,4 +1,7 @@
-"""What the GEMMs of a recipe read of X and W, and what is saved of them for backward."""
+"""What the GEMMs of a recipe read of X and W, and what is saved of them for backward.
+
+The letter of an operand is "x", "w" or "dy".
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from megatron_fp4.setting import Setting
 # --- what is saved for backward -------------------------------------------------------------------
 
 
-def fprop_codes(recipe: Recipe, letter: str) -> bool:
+def from_fprop_codes(recipe: Recipe, letter: str) -> bool:
     """Whether backward GEMMs read W or X from fprop's codes, not from the model's tensor."""
     return recipe.backward == "forward" and recipe.quantizer("fprop", letter) is not None
 
@@ -34,7 +37,7 @@ def remakes_w(recipe: Recipe, setting: Setting) -> bool:
 
 
 def _reads_codes_of_w(recipe: Recipe, setting: Setting) -> bool:
-    reads_codes = setting.dx and fprop_codes(recipe, "w")
+    reads_codes = setting.dx and from_fprop_codes(recipe, "w")
     return reads_codes or estimator_of(recipe, "w", setting) is not None
 
 
@@ -56,7 +59,7 @@ def saves_x(recipe: Recipe, setting: Setting) -> Literal["operand", "packed", "m
         return "operand"
     if not setting.dw:
         return ""
-    if fprop_codes(recipe, "x"):
+    if from_fprop_codes(recipe, "x"):
         return "operand"
     tokens, _ = setting.shape("x", is_part=setting.has_part("x"))
     packs = setting.packs_x and recipe.wgrad.b is not None
@@ -76,21 +79,21 @@ def residual_in_dw(recipe: Recipe) -> bool:
     still contains the outliers."""
     split = recipe.outliers
     wanted = split is not None and split.compensate and split.residual_in_wgrad
-    return wanted and fprop_codes(recipe, "x")
+    return wanted and from_fprop_codes(recipe, "x")
 
 
 def centered_x(recipe: Recipe, gemm: str) -> bool:
     """Whether X of fprop or wgrad is made from X without its mean, and not from fprop's codes."""
     if recipe.x_mean == "kept" or recipe.quantizer(gemm, "x") is None:
         return False
-    return gemm == "fprop" or not fprop_codes(recipe, "x")
+    return gemm == "fprop" or not from_fprop_codes(recipe, "x")
 
 
 def mean_in_dw(recipe: Recipe, setting: Setting) -> bool:
     """Whether the term of the mean of X is added to dW."""
     if recipe.x_mean == "kept" or not setting.dw:
         return False
-    return fprop_codes(recipe, "x") or centered_x(recipe, "wgrad")
+    return from_fprop_codes(recipe, "x") or centered_x(recipe, "wgrad")
 
 
 def subtracts_mean(recipe: Recipe, setting: Setting) -> bool:

@@ -17,7 +17,7 @@ Row = dict[str, Any]  # layout, model, recipe, mode, figures; see `holds`
 
 
 @dataclass(frozen=True)
-class Layout:
+class ComparedLayout:
     """How a model is distributed over tp * pp * dp processes.
 
     vpp: virtual pipeline stages of a process. sp: sequence parallelism. ep: the number of processes
@@ -49,26 +49,27 @@ WITH_PP = ("llama", "gpt2", "tied", "mtp-repeated")
 ONE = "one"  # the process that all others are compared with
 MODES = ("fresh", "recompute", "resumed")
 LAYOUTS = {
-    ONE: Layout(),
-    "tp2": Layout(tp=2),
-    "tp2-sp": Layout(tp=2, sp=True, models=WITH_SP),
-    "pp2": Layout(pp=2, models=WITH_PP),
-    "pp2-vpp2": Layout(pp=2, vpp=2, models=("llama", "tied")),
-    "dp2": Layout(dp=2),
-    "ep2": Layout(dp=2, ep=2, models=MOE),
-    "tp4": Layout(tp=4),
-    "tp2-sp-dp2": Layout(tp=2, sp=True, dp=2),
-    "tp2-pp2": Layout(tp=2, pp=2),
-    "pp4": Layout(pp=4),
-    "ep4": Layout(dp=4, ep=4, models=MOE),
-    "pp2-ep2": Layout(pp=2, dp=2, ep=2, models=MOE),
-    "tp2-sp-ep2": Layout(tp=2, sp=True, dp=2, ep=2, etp=1, models=MOE),  # two copies of an expert
-    "tp2-sp-ep2-etp2": Layout(tp=2, sp=True, dp=2, ep=2, etp=2, models=MOE),
-    "tp8": Layout(tp=8, models=("wide",)),
-    "tp4-sp-dp2": Layout(tp=4, sp=True, dp=2),
-    "pp4-tp2": Layout(tp=2, pp=4),
-    "tp2-sp-pp2-vpp2-dp2": Layout(tp=2, sp=True, pp=2, vpp=2, dp=2),
-    "tp2-sp-ep4": Layout(tp=2, sp=True, dp=4, ep=4, etp=1, models=MOE),
+    ONE: ComparedLayout(),
+    "tp2": ComparedLayout(tp=2),
+    "tp2-sp": ComparedLayout(tp=2, sp=True, models=WITH_SP),
+    "pp2": ComparedLayout(pp=2, models=WITH_PP),
+    "pp2-vpp2": ComparedLayout(pp=2, vpp=2, models=("llama", "tied")),
+    "dp2": ComparedLayout(dp=2),
+    "ep2": ComparedLayout(dp=2, ep=2, models=MOE),
+    "tp4": ComparedLayout(tp=4),
+    "tp2-sp-dp2": ComparedLayout(tp=2, sp=True, dp=2),
+    "tp2-pp2": ComparedLayout(tp=2, pp=2),
+    "pp4": ComparedLayout(pp=4),
+    "ep4": ComparedLayout(dp=4, ep=4, models=MOE),
+    "pp2-ep2": ComparedLayout(pp=2, dp=2, ep=2, models=MOE),
+    # Two copies of an expert.
+    "tp2-sp-ep2": ComparedLayout(tp=2, sp=True, dp=2, ep=2, etp=1, models=MOE),
+    "tp2-sp-ep2-etp2": ComparedLayout(tp=2, sp=True, dp=2, ep=2, etp=2, models=MOE),
+    "tp8": ComparedLayout(tp=8, models=("wide",)),
+    "tp4-sp-dp2": ComparedLayout(tp=4, sp=True, dp=2),
+    "pp4-tp2": ComparedLayout(tp=2, pp=4),
+    "tp2-sp-pp2-vpp2-dp2": ComparedLayout(tp=2, sp=True, pp=2, vpp=2, dp=2),
+    "tp2-sp-ep4": ComparedLayout(tp=2, sp=True, dp=4, ep=4, etp=1, models=MOE),
 }
 
 RECIPES = (
@@ -102,7 +103,7 @@ def recipes_of(model: str) -> tuple[str, ...]:
     return RECIPES if model in ("llama", "wide") else SIDE_RECIPES
 
 
-def local_parts(layout: Layout, recipe: str) -> tuple[int, int]:
+def local_parts(layout: ComparedLayout, recipe: str) -> tuple[int, int]:
     """The number of parts of a token that have their own quantiles: (dense linear, expert).
 
     dge-occ takes the quantiles of a token over the local shard of its features (docs/numerics.md,

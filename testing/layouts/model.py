@@ -20,7 +20,7 @@ from megatron_fp4.arithmetic.philox import stream_id
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.run import Run
 from testing.builders import small_gpt
-from testing.layouts.matrix import Layout
+from testing.layouts.matrix import ComparedLayout
 
 VOCABULARY, SEQUENCE = 96, 32
 # Four layers fill four pipeline stages, or two of two chunks; four ranks' shards hold whole blocks.
@@ -80,7 +80,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def build(
-    model: str, layout: Layout, dtype: torch.dtype, run: Run, recompute: str | None = None
+    model: str, layout: ComparedLayout, dtype: torch.dtype, run: Run, recompute: str | None = None
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks, one for each virtual stage, in Megatron's DistributedDataParallel.
 
@@ -108,7 +108,7 @@ def build(
 
 
 def _transformer(
-    model: str, layout: Layout, dtype: torch.dtype, recompute: str | None
+    model: str, layout: ComparedLayout, dtype: torch.dtype, recompute: str | None
 ) -> TransformerConfig:
     sharding = {
         "tensor_model_parallel_size": layout.tp,

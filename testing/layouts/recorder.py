@@ -25,8 +25,8 @@ EXPERT = ".local_experts."
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which operand a rank's part belongs to, and its rows and columns in the unsharded operand.
+class OperandPart:
+    """Names a rank's part of an operand: the operand, and its rows and columns when unsharded.
 
     label: of the operand's random stream. microbatch: None for W, which is the same in every
     microbatch of a step. rows, columns: int64 indices.
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Record(Place):
+class Record(OperandPart):
     """A rank's part of one quantized operand.
 
     codes, values, matrix: [rows, columns]: its codes, its decoded values, and the matrix from which
@@ -60,16 +60,16 @@ class Record(Place):
     draws: bool
 
 
-Teacher = Callable[[Place, Tensor], Tensor]
+Teacher = Callable[[OperandPart, Tensor], Tensor]
 
 
 class Recorder:
     """A context that records each quantized operand that is made inside it, in `records`.
 
-    teacher: (place, matrix) -> the matrix from which the operand is made instead.
+    teacher: (part, matrix) -> the matrix from which the operand is made instead.
     """
 
-    def __init__(self, teacher: Teacher = lambda place, matrix: matrix) -> None:
+    def __init__(self, teacher: Teacher = lambda part, matrix: matrix) -> None:
         self.records: list[Record] = []
         self.teacher = teacher
 
@@ -91,21 +91,21 @@ class Recorder:
     def _made(self, one: Any, matrix: Any, folds: Any, site: Any, call: Any) -> Any:
         if isinstance(matrix, Computed):
             matrix = matrix.by(one.compute)
-        places = [_place(operand, matrix, site, call) for operand in one.operands]
+        parts = [_part_of(operand, matrix, site, call) for operand in one.operands]
         if isinstance(matrix, Tensor):  # else the codes of fprop, which are compared there
-            matrix = self.teacher(places[0], matrix)
+            matrix = self.teacher(parts[0], matrix)
         made = self._make([one], {one.matrix: matrix}, folds, site, call)
-        for operand, place in zip(one.operands, places, strict=True):
+        for operand, part in zip(one.operands, parts, strict=True):
             found = made[operand].operand
             if operand.quantizer is not None and isinstance(found, QuantizedTensor):
-                self.records.append(_record(place, matrix, found))
+                self.records.append(_record(part, matrix, found))
         return made
 
 
-def _place(operand: Any, matrix: Any, site: Any, call: Any) -> Place:
+def _part_of(operand: Any, matrix: Any, site: Any, call: Any) -> OperandPart:
     placement, (rows, columns) = site.placement(operand, call), matrix.shape
     groups = torch.arange(columns // 8) if placement.groups is None else placement.groups.cpu()
-    return Place(
+    return OperandPart(
         label=site.label(operand, call),
         microbatch=None if operand.letter == "w" else call.microbatch,
         rows=torch.arange(rows) if placement.rows is None else placement.rows.cpu(),
@@ -114,13 +114,13 @@ def _place(operand: Any, matrix: Any, site: Any, call: Any) -> Place:
     )
 
 
-def _record(place: Place, matrix: Tensor, operand: QuantizedTensor) -> Record:
+def _record(part: OperandPart, matrix: Tensor, operand: QuantizedTensor) -> Record:
     codes = unpack(operand.codes) if operand.quantizer.format.packed else operand.codes
     return Record(
-        **vars(place),
+        **vars(part),
         codes=codes.cpu().view(torch.uint8).movedim(-1, operand.axis),
-        values=operand.dequantize(torch.float64).cpu().float() * place.scale,
-        matrix=matrix.cpu() * place.scale,
+        values=operand.dequantize(torch.float64).cpu().float() * part.scale,
+        matrix=matrix.cpu() * part.scale,
         draws=operand.quantizer.draws,
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from testing.layouts.recorder import Place, Record, positions
+from testing.layouts.recorder import OperandPart, Record, positions
 
 # The relative difference that the inputs of a linear may have in two layouts in float32. They are
 # sums of some hundred terms.
@@ -21,8 +21,8 @@ NEAR = 1e-4
 
 def teacher(
     one: Iterable[Record], in_place: Callable[[str], bool], as_tokens: Callable[[str], bool]
-) -> Callable[[Place, Tensor], Tensor]:
-    """A function: (place of an operand, its matrix) -> one process's matrix at that place.
+) -> Callable[[OperandPart, Tensor], Tensor]:
+    """A function: (part of an operand, its matrix) -> one process's matrix of that part.
 
     one: the records of one process.
     in_place: whether an operand, by its label, has the same place in all layouts.
@@ -37,17 +37,17 @@ def teacher(
     for record in whole.values():
         labelled[record.label].append(record)
 
-    def taught(place: Place, matrix: Tensor) -> Tensor:
-        if in_place(place.label) and place.key in whole:
-            record = whole[place.key]
-            found = record.matrix[positions(record.rows, place.rows)][:, place.columns]
-        elif as_tokens(place.label) and place.label in labelled:
-            rows = torch.cat([r.matrix[:, place.columns] for r in labelled[place.label]])
-            found = _nearest(rows, matrix.cpu() * place.scale)
+    def taught(part: OperandPart, matrix: Tensor) -> Tensor:
+        if in_place(part.label) and part.key in whole:
+            record = whole[part.key]
+            found = record.matrix[positions(record.rows, part.rows)][:, part.columns]
+        elif as_tokens(part.label) and part.label in labelled:
+            rows = torch.cat([r.matrix[:, part.columns] for r in labelled[part.label]])
+            found = _nearest(rows, matrix.cpu() * part.scale)
         else:
             return matrix
-        found = (found / place.scale).to(matrix)
-        assert (found - matrix).norm() <= NEAR * matrix.norm(), f"{place.key}: another input"
+        found = (found / part.scale).to(matrix)
+        assert (found - matrix).norm() <= NEAR * matrix.norm(), f"{part.key}: another input"
         return found
 
     return taught

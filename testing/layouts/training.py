@@ -19,7 +19,7 @@ from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
-from testing.layouts.matrix import Layout
+from testing.layouts.matrix import ComparedLayout
 from testing.layouts.model import SEQUENCE, VOCABULARY, build, named_parameters
 from testing.layouts.recorder import Record, Recorder, Teacher
 
@@ -95,7 +95,7 @@ class Training:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ComparedLayout,
         model: str,
         recipe: Recipe,
         dtype: torch.dtype,

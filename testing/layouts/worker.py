@@ -39,7 +39,7 @@ from testing.layouts.matrix import (  # noqa: E402
     LAYOUTS,
     ONE,
     RECIPES,
-    Layout,
+    ComparedLayout,
     Row,
     local_parts,
     recipes_of,
@@ -83,7 +83,7 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def start_world(layout: Layout) -> None:
+def start_world(layout: ComparedLayout) -> None:
     if torch.cuda.is_available():
         take_gpu(int(os.environ["LOCAL_RANK"]))
         # Only sums by atomics would differ in a rerun.
@@ -122,7 +122,7 @@ class Trainer:
     folder: where one process writes its steps (`write`) and other layouts read them.
     """
 
-    def __init__(self, layout: Layout, model: str, recipe: str, folder: Path) -> None:
+    def __init__(self, layout: ComparedLayout, model: str, recipe: str, folder: Path) -> None:
         self.layout, self.model, self.name, self.folder = layout, model, recipe, folder
         self.recipe = recipe_called(recipe)
 

@@ -19,9 +19,9 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def data() -> None:
-    from megatron_fp4.mcore.loop.recording import Recording
+    from megatron_fp4.mcore.loop.rewinding import RewindingIterator
 
-    Recording.rewind = nothing  # type: ignore[method-assign]
+    RewindingIterator.rewind = nothing  # type: ignore[method-assign]
 
 
 def random_state() -> None:

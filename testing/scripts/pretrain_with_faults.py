@@ -47,10 +47,10 @@ def freeze(part: str) -> None:
 
     attach = plugin.attach
 
-    def attach_frozen(run: Any, model: list[Any], fuse: Any = str) -> list[Any]:
+    def attach_frozen(run: Any, model: list[Any], fuse: Any = None) -> None:
         for name, parameter in (pair for chunk in model for pair in chunk.named_parameters()):
             parameter.requires_grad = part not in name
-        return attach(run, model, fuse)
+        attach(run, model, fuse)
 
     plugin.attach = attach_frozen
 

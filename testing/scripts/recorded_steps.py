@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.philox import Key
-from megatron_fp4.cpp.recorder import Called, Launched, Multiplied, Recording, following
+from megatron_fp4.cpp.recorder import Called, Launched, Multiplied, Recording, record_pass
 from megatron_fp4.execution.autograd import LinearFunction
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
@@ -56,7 +56,7 @@ class Noting:
 
     def _followed(self, run: Callable[[Site], Any], inputs: Sequence[Tensor | None]) -> Any:
         site = Site("fc1", keeps_w="packed", fuses=True, observe=_unobserved)
-        with following(inputs) as recording:
+        with record_pass(inputs) as recording:
             found = run(site)
         assert recording.problem is None, recording.problem
         self.recordings.append(recording)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.cpp.recorder import following
+from megatron_fp4.cpp.recorder import record_pass
 from testing.scripts.recorded_steps import steps
 from testing.worlds.launch import ROOT
 
@@ -69,7 +69,7 @@ def test_outliers_take_their_product_and_a_cast(recorded: dict[str, Any]) -> Non
 def test_an_operator_is_counted() -> None:
     """Negative control: one more operator, in a pass that is recorded."""
     x = torch.zeros(4)
-    with following([x]) as recording:
+    with record_pass([x]) as recording:
         x.new_zeros(4)
         x.exp()
     assert steps(recording)["operators"] == ["exp.default"]

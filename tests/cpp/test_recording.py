@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower, scratch_pointers
-from megatron_fp4.cpp.recorder import Called, Recording, following
+from megatron_fp4.cpp.recorder import Called, Recording, record_pass
 from testing.kernels.compiling import VARIANTS, carry_launch, compiled_launch
 
 WORDS = 3, 5, 7, 0
@@ -48,7 +48,7 @@ class Noted:
 
 def recorded(function: Callable[[Tensor], Any]) -> tuple[Recording, Any]:
     x = torch.randn(SIZE)
-    with following([x]) as recording:
+    with record_pass([x]) as recording:
         found = function(x)
     return recording, found
 

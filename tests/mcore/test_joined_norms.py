@@ -27,12 +27,12 @@ SAID = "RMSNorm is computed by linear_qkv and mlp.linear_fc1 behind it"
 
 @dataclass
 class Following(Fp4State):
-    """Of a linear that follows its recipe where `is_in_force`, and sees what it is given."""
+    """The state of a linear that follows its recipe if `is_followed`; notes what it is given."""
 
-    is_in_force: bool = True
+    is_followed: bool = True
 
-    def in_force(self, training: bool) -> bool:
-        return self.is_in_force
+    def follows(self, training: bool) -> bool:
+        return self.is_followed
 
     def product(self, x: Any, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         assert self.site.norm is not None
@@ -51,7 +51,7 @@ def built(follows: bool = True, **options: Any) -> MegatronModule:
     for name, module in model.named_modules():
         if isinstance(module, Fp4ColumnParallelLinear) and name != "output_layer":
             recipe = get_recipe("tetrajet")
-            module.fp4 = Following(None, recipe, Site(name), is_in_force=follows)  # type: ignore[arg-type]
+            module.fp4 = Following(None, recipe, Site(name), is_followed=follows)  # type: ignore[arg-type]
     return model
 
 

@@ -18,7 +18,7 @@ from megatron_fp4.arithmetic.philox import Placement
 from megatron_fp4.execution import backward, forward, making
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.mcore.model.layers import Fp4State
-from megatron_fp4.mcore.model.run import Moment, Run
+from megatron_fp4.mcore.model.run import Counters, Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from testing.worlds.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
@@ -268,8 +268,8 @@ def test_copies_and_microbatches_of_an_expert_share_no_row(
     for copy in range(2):
         monkeypatch.setattr(parallel_state, "get_expert_data_parallel_rank", lambda c=copy: c)
         for local in range(MICROBATCHES):
-            moment = Moment(0, local * 8 + copy * 4 + 3)
-            rows.append(run.expert_rows(moment, most, torch.device("cpu"))[1])
+            counters = Counters(0, local * 8 + copy * 4 + 3)
+            rows.append(run.expert_rows(counters, most, torch.device("cpu"))[1])
     assert torch.cat(rows).unique().numel() == len(rows) * most
 
 

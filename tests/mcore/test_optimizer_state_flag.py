@@ -10,7 +10,7 @@ import pytest
 from megatron_fp4 import __main__
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from megatron_fp4.mcore.launch import fused_kernels
-from megatron_fp4.mcore.model import start_table
+from megatron_fp4.mcore.model import start_lines
 from testing.builders.fp4_arguments import parse, refusal
 from testing.worlds.checkpoints import SIZES, told
 from testing.worlds.launch import torchrun
@@ -99,7 +99,7 @@ def test_another_format_is_told_and_not_refused(capsys: pytest.CaptureFixture[st
 
 def test_the_start_table_has_a_line_of_bytes() -> None:
     def line(moments: str | None, **others: object) -> str:
-        return start_table.moments(Namespace(fp4_optimizer_state=moments, **others))
+        return start_lines.moments(Namespace(fp4_optimizer_state=moments, **others))
 
     moments = 1 + 1 / 128 + 2 + 1 / 128  # codes, and a scale for each block of 128
     wanted = (
@@ -108,7 +108,7 @@ def test_the_start_table_has_a_line_of_bytes() -> None:
     )
     assert line("m=fp8,v=fp16") == wanted
     assert ": 4 bytes a parameter in place of 8, with the main weight 8 in" in line("m=bf16,v=bf16")
-    assert line(None) == line("m=fp8,v=fp16", skip_train=True) == start_table.moments(Namespace())
+    assert line(None) == line("m=fp8,v=fp16", skip_train=True) == start_lines.moments(Namespace())
 
 
 def test_torch_s_fused_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.mcore.model.run import CALIBRATION
-from megatron_fp4.mcore.model.start_table import calibrations
+from megatron_fp4.mcore.model.start_lines import calibrations
 from testing.worlds.checkpoint_contents import main_weights, weights
 from testing.worlds.checkpoints import (
     EP2,

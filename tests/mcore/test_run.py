@@ -18,7 +18,7 @@ from megatron_fp4 import quantize
 from megatron_fp4.arithmetic.philox import Key, Placement
 from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.mcore.model.layers import Fp4State
-from megatron_fp4.mcore.model.run import Moment, Run
+from megatron_fp4.mcore.model.run import Counters, Run
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
 from megatron_fp4.replay import Replay
 
@@ -49,11 +49,11 @@ def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
     return Run(recipe, argparse.Namespace(**given | args))
 
 
-def moments(
+def counters_of(
     run: Run, chunks: tuple[int | None, ...] = (None,), count: int = MICROBATCHES
-) -> list[Moment]:
-    """The moments of one pass over the microbatches, chunk after chunk."""
-    seen: list[Moment] = []
+) -> list[Counters]:
+    """The counters of one pass over the microbatches, chunk after chunk."""
+    seen: list[Counters] = []
     step = run.counting(lambda data, model: seen.append(run.now()))
     for _ in range(count):
         for chunk in chunks:
@@ -72,8 +72,8 @@ def test_ranks_and_microbatches_never_share_a_row(
     for rank in range(ranks):
         monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda rank=rank: rank)
         run = run_of()
-        for moment in moments(run):
-            rows.append(run.token_rows(moment, SEQUENCE, BATCH, torch.device("cpu")))
+        for counters in counters_of(run):
+            rows.append(run.token_rows(counters, SEQUENCE, BATCH, torch.device("cpu")))
     # All tokens of the global batch, each once.
     everything = torch.arange(ranks * MICROBATCHES * BATCH * SEQUENCE)
     assert torch.equal(torch.cat(rows).sort().values, everything)
@@ -84,48 +84,48 @@ def test_ranks_and_microbatches_never_share_a_row(
 
 def test_a_step_that_upstream_runs_twice_draws_the_same_bits(one_rank: None) -> None:
     run = run_of()
-    first = moments(run)
-    assert first == [Moment(0, microbatch) for microbatch in range(MICROBATCHES)]
-    assert moments(run) == first
+    first = counters_of(run)
+    assert first == [Counters(0, microbatch) for microbatch in range(MICROBATCHES)]
+    assert counters_of(run) == first
     run.args.curr_iteration = 1
-    assert moments(run) == [Moment(1, microbatch) for microbatch in range(MICROBATCHES)]
+    assert counters_of(run) == [Counters(1, microbatch) for microbatch in range(MICROBATCHES)]
 
 
 def test_each_model_chunk_counts_its_own_microbatches(one_rank: None) -> None:
     """Interleaved schedules take the chunks in turns."""
-    counted = [moment.microbatch for moment in moments(run_of(), chunks=(0, 1))]
-    assert counted == [0, 0, 1, 1, 2, 2]
+    found = [counters.microbatch for counters in counters_of(run_of(), chunks=(0, 1))]
+    assert found == [0, 0, 1, 1, 2, 2]
 
 
 def test_evaluations_do_not_shift_the_next_step(one_rank: None) -> None:
     plain, evaluated = run_of(curr_iteration=4), run_of(curr_iteration=4)
-    moments(plain)
-    moments(evaluated)
-    moments(evaluated, count=2)  # as many as --eval-iters says
+    counters_of(plain)
+    counters_of(evaluated)
+    counters_of(evaluated, count=2)  # as many as --eval-iters says
     for run in (plain, evaluated):
         run.args.curr_iteration = 5
-    assert moments(evaluated) == moments(plain)
+    assert counters_of(evaluated) == counters_of(plain)
 
 
 def test_an_evaluation_alone_is_the_one_that_ended_the_training(one_rank: None) -> None:
     trained = run_of(curr_iteration=6)
-    moments(trained)
-    ended = moments(trained, count=2)
-    assert moments(run_of(iteration=7), count=2) == ended  # as after --load with --skip-train
+    counters_of(trained)
+    ended = counters_of(trained, count=2)
+    assert counters_of(run_of(iteration=7), count=2) == ended  # as after --load with --skip-train
     again = run_of(iteration=7, curr_iteration=0)  # as where all steps were trained before
-    assert moments(again, count=2) == ended
-    assert moments(run_of(iteration=0))[0] == Moment(0, 0)
+    assert counters_of(again, count=2) == ended
+    assert counters_of(run_of(iteration=0))[0] == Counters(0, 0)
 
 
 def test_the_key_is_seed_and_step() -> None:
     run = run_of()
-    assert run.key(Moment(3, 1)) == run.key(Moment(3, 2)) == Key(2**40 + 7, 3)
+    assert run.key(Counters(3, 1)) == run.key(Counters(3, 2)) == Key(2**40 + 7, 3)
 
 
 def test_a_phase_begins_at_its_share_of_the_iterations() -> None:
     late = (Phase(0.3, EVERYWHERE.without(GEMMS)),)
     run, recipe = run_of(train_iters=10), replace(EVERYWHERE, phases=late)
-    quantized = [run.in_force(recipe, Moment(step, 0)).fprop.quantized for step in range(10)]
+    quantized = [run.in_force(recipe, Counters(step, 0)).fprop.quantized for step in range(10)]
     assert quantized == [True] * 3 + [False] * 7
 
 
@@ -138,7 +138,7 @@ def test_a_share_is_of_the_steps_that_the_samples_make() -> None:
         "step_batch_size_schedule": None,
     }
     run, recipe = run_of(train_iters=None, **samples), replace(EVERYWHERE, phases=late)
-    quantized = [run.in_force(recipe, Moment(step, 0)).fprop.quantized for step in (4, 5)]
+    quantized = [run.in_force(recipe, Counters(step, 0)).fprop.quantized for step in (4, 5)]
     assert quantized == [True, False]
 
 
@@ -154,7 +154,7 @@ def test_a_phase_is_told_once_for_equal_recipes(
     run.module_recipes = [("x", two_phases()), ("y", two_phases())]
     for step in range(10):
         run.args.curr_iteration = step
-        moments(run)
+        counters_of(run)
     told = [line.partition("takes")[2] for line in capsys.readouterr().out.splitlines()]
     name = EVERYWHERE.name
     assert told == [
@@ -166,8 +166,8 @@ def test_a_phase_is_told_once_for_equal_recipes(
 def test_after_a_resume_the_step_is_told_in_which_a_phase_began(
     one_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_fp4.mcore.model.run.once", lambda key: True)  # a new process
-    moments(run_of(two_phases(), curr_iteration=8))
+    monkeypatch.setattr("megatron_fp4.mcore.model.run_log.once", lambda key: True)  # a new process
+    counters_of(run_of(two_phases(), curr_iteration=8))
     assert "from step 7 on" in capsys.readouterr().out
 
 

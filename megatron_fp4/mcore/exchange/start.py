@@ -11,9 +11,9 @@ from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.exchange.buckets import groups_of, install, ranks_of
 from megatron_fp4.mcore.exchange.places import places
-from megatron_fp4.mcore.model import start_table
+from megatron_fp4.mcore.model import start_lines
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import SentGradients
+from megatron_fp4.mcore.model.start_lines import SentGradients
 
 
 def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
@@ -36,7 +36,7 @@ def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
     exchange = install(chunks, form, key, places([chunk.module for chunk in chunks]))
     name = messages.form_name(args.fp4_grad_comm_element)
     held = 0 if exchange is None else exchange.slots.bytes
-    return start_table.gradients(name, held, _sent(chunks))
+    return start_lines.gradients(name, held, _sent(chunks))
 
 
 def _sent(chunks: Sequence[Any]) -> dict[str, SentGradients]:

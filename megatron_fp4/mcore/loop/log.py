@@ -53,7 +53,7 @@ class Start(io.TextIOBase):
     def __init__(self) -> None:
         self._stdout = sys.stdout
         self._held: list[str] = []
-        self._rest = ""  # the begin of a line whose end was not written yet
+        self._rest = ""  # the start of a line whose end was not written yet
         self._shows = False  # whether the line before was printed
         self._args: argparse.Namespace | None = None
 

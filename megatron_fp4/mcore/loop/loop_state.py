@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor
 
 from megatron_fp4.arithmetic.ramping_adamw import Snapshot
-from megatron_fp4.mcore.loop.recording import recordings
+from megatron_fp4.mcore.loop.rewinding import rewinding_iterators
 from megatron_fp4.mcore.model.optimizers import stepping_parts
 
 
@@ -55,9 +55,9 @@ class LoopState:
         self._steps = scheduler.num_steps
         self._iteration = get_rerun_state_machine().current_iteration
         self._logged = {key: values.clone() for key, values in _logged()}
-        self._recordings = recordings(data)
-        for recording in self._recordings:
-            recording.start()
+        self._iterators = rewinding_iterators(data)
+        for iterator in self._iterators:
+            iterator.start()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -82,8 +82,8 @@ class LoopState:
                 values.copy_(self._logged[key])
             else:
                 values.zero_()
-        for recording in self._recordings:
-            recording.rewind()
+        for iterator in self._iterators:
+            iterator.rewind()
 
 
 def gather_weights(model: list[MegatronModule]) -> None:

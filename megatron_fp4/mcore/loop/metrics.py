@@ -1,15 +1,17 @@
 """Metrics of all FP4 linears of a run (--fp4-metrics-interval).
 
-Each rank counts and sums over what it holds of operands, weights and gradients. What several ranks
-hold is counted by the first of them alone; FP8 carriers, of which a share is reported, by all. One
-all-reduce over all ranks then gives the sums of the unsharded model: the same numbers in every
-layout, up to the order of the sums. The experts of a layer are counted together, as
-"local_experts.*".
+Each rank counts its parts of operands, weights and gradients. A part that several ranks hold is
+counted by the first of them alone. One all-reduce over all ranks then gives the sums of the
+unsharded model, which are the same numbers in every layout, up to the order of the sums. The
+experts of a layer are counted together, as "local_experts.*".
 
-Two numbers depend on the layout. Megatron divides the loss by the number of microbatches of a rank,
-of which data-parallel ranks have fewer: the scales of dY are as much larger. And a rank's FP8
-carriers have a window for each row of its own part, so that a row which tensor parallelism shards
-has several.
+Two numbers depend on the layout:
+
+- The scales of dY. Megatron divides the loss by the number of a rank's microbatches. With more
+  data-parallel ranks this number is smaller, and dY is larger.
+- The share of elements that FP8 carriers rounded. A rank's carriers have a window for each row of
+  its part, so a row that tensor parallelism shards has several. All ranks that hold a part count
+  it, which does not change the share.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
-from megatron_fp4.mcore.launch.steps import steps_of
+from megatron_fp4.mcore.launch.steps import steps_of, trains
 from megatron_fp4.mcore.loop.metrics_log import FILE, MetricsLog
 from megatron_fp4.mcore.loop.metrics_shares import (
     Samples,
@@ -45,7 +47,6 @@ from megatron_fp4.mcore.loop.metrics_shares import (
 from megatron_fp4.mcore.model.attach import Fp4Layer
 from megatron_fp4.mcore.model.optimizers import parts_of
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import trains
 from megatron_fp4.metrics import gradients, weights
 from megatron_fp4.metrics.lines import decoded, rows_of
 from megatron_fp4.metrics.records import PLACES, Record, layer_records
@@ -61,7 +62,7 @@ def interval(args: argparse.Namespace) -> int:
     return int(args.fp4_metrics_interval)
 
 
-def told(args: argparse.Namespace, has_recipe: bool) -> str | None:
+def announcement(args: argparse.Namespace, has_recipe: bool) -> str | None:
     """A line for the user: where metrics go, or that they go nowhere; None without an interval, and
     where the launch does not train."""
     if not (steps := args.fp4_metrics_interval) or not trains(args):

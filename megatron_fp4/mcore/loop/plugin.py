@@ -42,6 +42,7 @@ from megatron_fp4.mcore.launch import fused_kernels as launched_kernels
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
+from megatron_fp4.mcore.launch.steps import trains
 from megatron_fp4.mcore.loop import (
     compat,
     log,
@@ -55,7 +56,6 @@ from megatron_fp4.mcore.model import fused_kernels, optimizers
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.replacement import followed, fusable
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import trains
 
 _UNFOLLOWED = (
     "no linear follows recipe {recipe}: {what}; build the model by Megatron's GPTModel or another "
@@ -130,7 +130,7 @@ class Plugin:
             self._measure(args, steps, line)
         if self.run is not None and self.run.ramping is not None:
             ramping.Calibrations(self.run, self.run.ramping).install()
-        lines = [each for each in (line, metrics.told(args, self.run is not None)) if each]
+        lines = [each for each in (line, metrics.announcement(args, self.run is not None)) if each]
         if lines and args.rank == 0:
             print(*lines, sep="\n", flush=True)
 
@@ -149,8 +149,12 @@ class Plugin:
             self.metrics.install()
 
     def validating(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        # T/arguments.py:parse_and_validate_args calls validate_args after it has read the arguments
-        # of a checkpoint (--use-checkpoint-args). Only then are all arguments known.
+        """T/arguments.py:validate_args, which checks the launch first, with --use-checkpoint-args.
+
+        parse_and_validate_args calls it after it has read the arguments of the checkpoint. Only
+        then are all arguments known.
+        """
+
         @functools.wraps(upstream)
         def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
             script = Script(self.ours, defaults=defaults or {})
@@ -167,8 +171,9 @@ class Plugin:
 
     # --- the model --------------------------------------------------------------------------------
 
-    def following(self, upstream: Callable[..., None]) -> Callable[..., None]:
-        # `upstream` is the constructor of a block of layers.
+    def building_block(self, upstream: Callable[..., None]) -> Callable[..., None]:
+        """The constructor of a block of layers, which replaces the modules of its specification."""
+
         @functools.wraps(upstream)
         def build(block: Any, config: Any, spec: Any, *others: Any, **named: Any) -> None:
             if self.run is not None:
@@ -180,7 +185,10 @@ class Plugin:
         return build
 
     def _hook_into(self, config: Any) -> None:
-        # T/training.py:setup_model_and_optimizer builds config.model, or calls get_model.
+        """Has `_attach` called for the model that `config` describes.
+
+        T/training.py:setup_model_and_optimizer builds config.model, or calls get_model.
+        """
         args = self._begun()
         model = getattr(config, "model", None)
         if model is not None:
@@ -197,11 +205,9 @@ class Plugin:
 
     def _attach(self, model: list[MegatronModule]) -> list[MegatronModule]:
         assert self.args is not None
-        fuse = (
-            functools.partial(fused_kernels.attach, self.args, model) if self._may_fuse() else str
-        )
+        fuse = functools.partial(fused_kernels.attach, self.args, model)
         if self.run is None:
-            if (kernels := fuse()) and self.args.rank == 0:
+            if self._may_fuse() and (kernels := fuse()) and self.args.rank == 0:
                 print(f"megatron-fp4: {kernels}", flush=True)
         else:
             attach(self.run, model, fuse)
@@ -212,8 +218,12 @@ class Plugin:
         return model
 
     def getting_model(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        # T/training.py:get_model calls the script's model provider once for each chunk, and wraps
-        # the chunks right after that.
+        """T/training.py:get_model, which attaches recipes to the model before it is wrapped.
+
+        It calls the script's model provider once for each chunk, and wraps the chunks right after
+        that.
+        """
+
         @functools.wraps(upstream)
         def get_model(model_provider_func: Any, *others: Any, **named: Any) -> Any:
             self._begun()
@@ -234,7 +244,7 @@ class Plugin:
         return get_model
 
     def _may_fuse(self) -> bool:
-        """Whether the start says which kernels are fused: a user's script may run without any."""
+        """Whether kernels may be fused, and the start says which: always with a recipe."""
         assert self.args is not None
         return self.ours or self.run is not None or self.args.fp4_rotates
 
@@ -246,6 +256,8 @@ class Plugin:
     # --- the training -----------------------------------------------------------------------------
 
     def pretraining(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """T/training.py:pretrain, which counts the script's forward steps, and reports at its end
+        what was not reported yet."""
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
@@ -274,6 +286,11 @@ class Plugin:
         return forward_step
 
     def making_optimizer(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """get_megatron_optimizer, whose optimizer keeps and sends what the flags ask for.
+
+        The order matters: state beside weights is kept by the optimizer that replaces Megatron's,
+        and the buckets that send codes read this state.
+        """
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
@@ -308,6 +325,8 @@ class Plugin:
             print(line, flush=True)
 
     def loading(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """T/checkpointing.py:load_checkpoint, which then starts the state that it did not load."""
+
         @functools.wraps(upstream)
         def load_checkpoint(*given: Any, **named: Any) -> Any:
             loaded = upstream(*given, **named)
@@ -342,5 +361,5 @@ def install(ours: bool) -> Plugin:
         module.pretrain = plugin.pretraining(module.pretrain)  # type: ignore[attr-defined]
         module.get_model = plugin.getting_model(module.get_model)  # type: ignore[attr-defined]
     for block in (TransformerBlock, MultiTokenPredictionBlock):
-        block.__init__ = plugin.following(block.__init__)
+        block.__init__ = plugin.building_block(block.__init__)
     return plugin

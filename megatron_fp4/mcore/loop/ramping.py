@@ -28,7 +28,7 @@ from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW, Update
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.optimizer_compat import init_state
 from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights
-from megatron_fp4.mcore.model.kept import Kept
+from megatron_fp4.mcore.model.kept_states import KeptStates
 from megatron_fp4.mcore.model.optimizers import stepping_parts
 from megatron_fp4.mcore.model.run import Run
 
@@ -146,7 +146,9 @@ class Calibrations:
         self._set_periods(ramped, movements, start)
 
     @torch.no_grad()
-    def _set_periods(self, ramped: list[Kept], movements: list[Movement], start: float) -> None:
+    def _set_periods(
+        self, ramped: list[KeptStates], movements: list[Movement], start: float
+    ) -> None:
         total, longer = self._run.args.train_iters, torch.zeros(2, dtype=torch.float64)
         for kept, movement in zip(ramped, movements, strict=True):
             assert kept.main is not None and isinstance(kept.inner, RampingAdamW)
@@ -164,7 +166,7 @@ class Calibrations:
         )
 
 
-def _moved(kept: Kept) -> tuple[Tensor, Tensor]:
+def _moved(kept: KeptStates) -> tuple[Tensor, Tensor]:
     """(W, Q(W)) of the part of a weight that this rank updates, as vectors.
 
     W is the float32 main weight, and Q(W) the model's weight as fprop multiplies it.

@@ -16,11 +16,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.launch.refusals.table import refuse
-from megatron_fp4.mcore.model import attention, executor, joined_norms, start_table
+from megatron_fp4.mcore.launch.steps import trains
+from megatron_fp4.mcore.model import attention, executor, joined_norms, start_lines, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.run import Run
-from megatron_fp4.mcore.model.start_table import GatheredWeights, Row
+from megatron_fp4.mcore.model.start_lines import GatheredWeights
+from megatron_fp4.mcore.model.start_table import Row
 from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes
@@ -45,16 +47,14 @@ class _Joined(NamedTuple):
     norms: bool
 
 
-def attach(
-    run: Run, model: list[MegatronModule], fuse: Callable[[], str] = str
-) -> list[MegatronModule]:
+def attach(run: Run, model: list[MegatronModule], fuse: Callable[[], str] | None = None) -> None:
     """Attaches recipes to the linears of a built model, and prints the start table on rank 0.
 
-    fuse: `fused_kernels.attach` for this model, which returns a line for the table.
+    Every rank calls it with its model chunks, before they are wrapped. fuse: `fused_kernels.attach`
+    for this model, which returns a line for the table; None: no kernels are fused.
 
-    A pre-wrap hook of Megatron's model builder: every rank calls it with its model chunks, and gets
-    them back. Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear
-    would follow one, if a glob of modules matches no linear, or if two random streams collide.
+    Raises ConfigError, on all ranks, if a linear cannot follow its recipe, if no linear would
+    follow one, if a glob of modules matches no linear, or if two random streams collide.
     """
     found = [linear for chunk in model for linear in _linears(chunk)]
     refused = {name: _attach_one(run, name, layer, number) for name, layer, number in found}
@@ -67,12 +67,13 @@ def attach(
     if cuda_graphs.wanted(run.args) and found:  # a stage may have no linears
         run.prepare_graphs(len(found), found[0][1].weight.device)
     plans = [layer.plans() for _, layer, _ in found if layer.fp4 is not None]
-    lines = [*_sizes(run, model, plans), *_kernels(run, model, plans, joined), fuse()]
+    lines = [*_sizes(run, model, plans), *_kernels(run, model, plans, joined)]
+    if fuse is not None:
+        lines.append(fuse())
     if torch.distributed.get_rank() == 0:
         table = start_table.table(run.recipes, [*rows, *stock])
         run.start_table = "\n  ".join([table, *filter(None, lines)])
         print(run.start_table, flush=True)
-    return model
 
 
 def _join(run: Run, model: list[MegatronModule]) -> _Joined:
@@ -122,14 +123,16 @@ def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]])
     """
     held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
     sent = max(of_all(_gathered(run)))
-    yield start_table.held(run.keeps_weights, held, sent.size > 0)
-    yield start_table.gathered(run.args, sent)
-    yield start_table.states(run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args)
-    yield start_table.moments(run.args)
-    if start_table.trains(run.args) and run.ramping is not None:
+    yield start_lines.held_weights(run.keeps_w, held, sent.size > 0)
+    yield start_lines.gathered_weights(run.args, sent)
+    yield start_lines.weight_states(
+        run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args
+    )
+    yield start_lines.moments(run.args)
+    if trains(run.args) and run.ramping is not None:
         everything = sum(weight.numel() for chunk in model for weight in chunk.parameters())
         ramped = max(of_all((run.weight_states.ramped_elements, everything)))
-        yield start_table.calibrations(run.ramping, run.args, *ramped)
+        yield start_lines.calibrations(run.ramping, run.args, *ramped)
 
 
 def _kernels(

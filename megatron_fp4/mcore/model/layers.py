@@ -27,7 +27,7 @@ from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import linear_after_swiglu, linear_before_swiglu, quantized_linear
 from megatron_fp4.makers.base import Given
 from megatron_fp4.mcore.model import graphs, size_checks
-from megatron_fp4.mcore.model.run import Moment, Run
+from megatron_fp4.mcore.model.run import Counters, Run
 from megatron_fp4.mcore.model.shards import (
     column_parallel_placements,
     row_parallel_placements,
@@ -35,7 +35,6 @@ from megatron_fp4.mcore.model.shards import (
     whole_sequence,
 )
 from megatron_fp4.operands import Activated
-from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
@@ -51,8 +50,8 @@ class Fp4State:
     site: its global name, the place of its operands in the unsharded tensors, its ranks.
     is_expert: whether it belongs to an expert of a mixture. Its X is then [tokens, in] with the
         tokens that the router sends, a different number in each call.
-    swiglu: where the linear stands beside a SwiGLU that is computed with it when its MLP calls it;
-        see `GatedMLP.join`.
+    swiglu: the side of the SwiGLU on which the linear stands, if the linears of its MLP compute it;
+        else "". See `GatedMLP.join`.
     replay: gives a recomputed forward pass the counters of its first pass.
     cache: W's operands of the current step.
     """
@@ -79,10 +78,10 @@ class Fp4State:
             self._leaves_swiglu = False
 
     def take_norm(self, norm: RmsNorm) -> None:
-        """From now on the linear takes what `norm` takes, and computes it."""
+        """From now on the linear is given what goes into `norm`, and computes the norm itself."""
         self.site = replace(self.site, norm=norm)
 
-    def in_force(self, training: bool) -> bool:
+    def follows(self, training: bool) -> bool:
         """Whether this forward pass follows the recipe.
 
         training: whether the module is in training mode. If not, this is an evaluation, which runs
@@ -102,17 +101,17 @@ class Fp4State:
         """
         if training and self.run.awaits_steps:
             self.run.refuse_uncounted()
-        moment, repeat = self.replay.take(self._now)
-        recipe = self.run.in_force(self.recipe, moment)
+        counters, repeat = self.replay.take(self._now)
+        recipe = self.run.in_force(self.recipe, counters)
         if not training:
             recipe = recipe.in_evaluation
         if not self.is_expert:
-            return self._product(x, weight, bias, recipe, moment, repeat, training)
+            return self._product(x, weight, bias, recipe, counters, repeat, training)
         assert isinstance(x, Tensor)
         # Rows of zeros fill the last block. They change no product; a mean of X counts them.
         missing = -len(x) % token_multiple(recipe)
         padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-        return self._product(padded, weight, bias, recipe, moment, repeat, training)[: len(x)]
+        return self._product(padded, weight, bias, recipe, counters, repeat, training)[: len(x)]
 
     def _product(
         self,
@@ -120,20 +119,20 @@ class Fp4State:
         weight: Tensor,
         bias: Tensor | None,
         recipe: Recipe,
-        moment: Moment,
+        counters: Counters,
         repeat: int,
         training: bool,
     ) -> Any:
         shape = x.result if isinstance(x, Activated) else x
-        microbatch, rows = self._tokens(shape, moment)
+        microbatch, rows = self._tokens(shape, counters)
         run, held = self.run, None
-        if holds(run.keeps_weights) and training:
+        if holds(run.keeps_w) and training:
             # Held operands are valid as long as this stamp stays the same. Optimizers can write to
             # parameters without raising their version counter, so the stamp contains the epoch.
             # Evaluation holds nothing: it may run with averaged weights, and nothing in the stamp
             # would change between two evaluations with different averages.
-            held = self.cache.at((run.epoch, weight._version, moment.step, id(recipe)))
-        call = Call(run.key(moment), microbatch, repeat, rows)
+            held = self.cache.at((run.epoch, weight._version, counters.step, id(recipe)))
+        call = Call(run.key(counters), microbatch, repeat, rows)
         if isinstance(x, Activated):
             assert bias is None  # Megatron adds that of fc2 later
             return linear_after_swiglu(x, weight, recipe, self.site, call, held)
@@ -141,8 +140,8 @@ class Fp4State:
             return linear_before_swiglu(x, weight, recipe, self.site, call, held)
         return quantized_linear(x, weight, bias, recipe, self.site, call, held)
 
-    def _now(self) -> tuple[Moment, int]:
-        """(the moment, how often this linear was already called in this microbatch)."""
+    def _now(self) -> tuple[Counters, int]:
+        """(counters, how often this linear was already called in this microbatch)."""
         # A captured layer runs once in a microbatch, though the capture calls it several times.
         if graphs.captures():
             return self.run.now(), 0
@@ -150,12 +149,12 @@ class Fp4State:
         self._pass = self.run.passes
         return self.run.now(), self._repeat
 
-    def _tokens(self, x: Tensor, moment: Moment) -> tuple[int | Tensor, Tensor]:
+    def _tokens(self, x: Tensor, counters: Counters) -> tuple[int | Tensor, Tensor]:
         """(index of the microbatch, int64 [tokens] with the tokens' rows in the global batch)."""
         if self.is_expert:
-            return self.run.expert_rows(moment, len(x), x.device)
+            return self.run.expert_rows(counters, len(x), x.device)
         sequence = whole_sequence(x.shape[0], self.site.sharding)
-        return moment.microbatch, self.run.token_rows(moment, sequence, x.shape[1], x.device)
+        return counters.microbatch, self.run.token_rows(counters, sequence, x.shape[1], x.device)
 
 
 class _FollowsRecipe:
@@ -212,15 +211,18 @@ class _FollowsRecipe:
 
     def _plan(self, recipe: Recipe) -> LinearPlan:
         assert self.fp4 is not None
-        site, run = self.fp4.site, self.fp4.run
-        weight, dtype = self.weight, self.config.params_dtype
-        has_bias = self.bias is not None and not self.skip_bias_add
-        return plan_for(
-            recipe, tokens_of_plan(recipe, self.tokens(recipe)), weight.shape, dtype, weight.device,
-            weight.dtype, site.sharding, run.main_grad(dtype), True, True, has_bias, site.keeps_w,
-            site.packs_x, self.fp4.swiglu, site.norm is not None, site.kept_y,
-            site.sent_w is not None, site.fastest,
-        )  # fmt: skip
+        dtype = self.config.params_dtype
+        return self.fp4.site.plan(
+            recipe,
+            self.tokens(recipe),
+            self.weight,
+            dtype,
+            self.fp4.run.main_grad(dtype),
+            dx=True,
+            dw=True,
+            has_bias=self.bias is not None and not self.skip_bias_add,
+            swiglu=self.fp4.swiglu,
+        )
 
     def quantized_weight(self) -> Tensor:
         """W as fprop multiplies it in the step that runs or is about to: float32 [out, in].
@@ -229,7 +231,7 @@ class _FollowsRecipe:
         """
         assert self.fp4 is not None
         run = self.fp4.run
-        plan = self._plan(run.in_force(self.fp4.recipe, Moment(run.args.curr_iteration, 0)))
+        plan = self._plan(run.in_force(self.fp4.recipe, Counters(run.args.curr_iteration, 0)))
         making = next(making for making in plan.forward if plan.fprop.b in making.operands)
         made = making.maker.make(self.weight.detach(), [plan.fprop.b], [Given()])[0].operand
         assert isinstance(made, QuantizedTensor)
@@ -237,7 +239,7 @@ class _FollowsRecipe:
 
     def follows(self) -> bool:
         """Whether the next forward pass follows a recipe."""
-        return self.fp4 is not None and self.fp4.in_force(self.training)
+        return self.fp4 is not None and self.fp4.follows(self.training)
 
     def tokens(self, recipe: Recipe) -> int:
         """The number of tokens that the plan of a recipe is for; see `Setting.tokens`."""
@@ -302,7 +304,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         input_: [sequence, batch, in / ranks], or [tokens, in / ranks] in an expert.
         """
         state = self.fp4
-        if state is None or not state.in_force(self.training):
+        if state is None or not state.follows(self.training):
             return super().forward(input_)
         if state.site.sharding.tokens is None:
             return super().forward(input_)

@@ -24,7 +24,7 @@ def changes_swiglu(config: TransformerConfig) -> bool:
 
 
 class GatedMLP(MLP):
-    """An MLP whose activation upstream, one kernel, or its linears compute.
+    """An MLP whose activation is computed by upstream, by one kernel, or by its linears.
 
     If both linears follow recipes and the activation is SwiGLU, fc2 computes it as it quantizes its
     X, and fc1 its gradient as it quantizes its dY (`operands.Activated`). Neither is then in

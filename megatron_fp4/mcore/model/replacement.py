@@ -95,7 +95,8 @@ def _replaced(part: Any, class_for: Callable[[type], type]) -> Any:
 
 @functools.cache
 def _class_for(kind: type) -> type:
-    """The class that is built in place of `kind`: `kind` itself if it is no linear."""
+    """The class that is built in place of `kind`: one of this package for a linear or an MLP, else
+    `kind` itself. Raises ConfigError for a class that cannot be replaced."""
     _refuse(kind)
     if issubclass(kind, Fp4ColumnParallelLinear | Fp4RowParallelLinear):
         return kind

@@ -16,11 +16,11 @@ from megatron_fp4.kernels import rotary
 
 
 class Rotation:
-    """Rotates by angles that all layers of a model share, whose tables it makes once.
+    """Rotates by angles that all layers of a model share, and makes their tables once.
 
-    Angles are [sequence, batch or 1, 1, rotated elements], and their two halves are equal: element
-    i of a head is rotated with the element half of them further, and those behind the rotated ones
-    stay. Cosine and sine are computed in FP32 and multiplied by a scale.
+    Angles are [sequence, batch or 1, 1, r], and their two halves are equal. Elements i and i + r/2
+    of a head are rotated together, for i below r/2; the elements from r on stay. Cosine and sine
+    are computed in FP32 and multiplied by a scale.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.mcore.model import graphs
+from megatron_fp4.mcore.model.run_log import RunLog
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
-from megatron_fp4.mcore.runtime.ranks import once
-from megatron_fp4.monitor import CarrierRounding, NonFinite, NonFiniteMonitor
+from megatron_fp4.monitor import NonFiniteMonitor
 from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.setting import KeepsW, fastest_of, keeps_w_of
 
@@ -38,10 +37,10 @@ _Shape = tuple[int, int, torch.device]  # of a microbatch: length of a sequence,
 
 
 @dataclass(frozen=True)
-class Moment:
+class Counters:
     """The step and the microbatch of a forward pass, which random bits depend on.
 
-    A recomputed forward pass uses the moment of its first pass.
+    A recomputed forward pass uses those of its first pass.
 
     step: the training iteration, from 0.
     microbatch: the index of the microbatch in the global batch, over the microbatches of all
@@ -88,8 +87,7 @@ class Run:
         self._first_rows: dict[_Shape, Tensor] = {}  # the token rows of microbatch 0
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
         self._clock: graphs.Clock | None = None
-        self._begun: dict[Recipe, int] = {}  # how many phases of a recipe had begun when last told
-        self._last_nonfinite = -2  # the last step with a NaN or Inf; no step follows -2
+        self._log = RunLog(args)
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -133,11 +131,12 @@ class Run:
             self.sent_weights.refresh()
         if step != self._step:
             # Megatron's log counts steps from 1.
-            self._report_nonfinite(self.monitor.start_step(step + 1))
-            self._report_rounding(self.monitor.rounding)
+            self._log.nonfinite(self.monitor.start_step(step + 1))
+            self._log.rounding(self.monitor.rounding)
             self._step = step
             self._counts.clear()
-            self._report_phases(training)
+            if training:
+                self._log.phases(self.recipes, max(step, 0), self._steps)
         # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
@@ -171,17 +170,18 @@ class Run:
         """How weights are updated at periods of their own, for all recipes that do; None: none."""
         return next((recipe.ramping for recipe in self.recipes if recipe.ramping), None)
 
-    def now(self) -> Moment:
+    def now(self) -> Counters:
+        """The counters of the forward pass that runs now."""
         if self._clock is not None and graphs.captures():
-            return Moment(*self._clock.read())
-        return Moment(max(self._step, 0), self._microbatch)
+            return Counters(*self._clock.read())
+        return Counters(max(self._step, 0), self._microbatch)
 
-    def in_force(self, recipe: Recipe, moment: Moment) -> Recipe:
-        """`recipe`, or that of the phase that holds at this moment."""
+    def in_force(self, recipe: Recipe, counters: Counters) -> Recipe:
+        """`recipe`, or that of its phase that these counters are in."""
         if not recipe.phases:
             return recipe
-        assert isinstance(moment.step, int)  # refusals/cuda_graphs.py refuses phases in graphs
-        return recipe.at(moment.step / self._steps)
+        assert isinstance(counters.step, int)  # refusals/cuda_graphs.py refuses phases in graphs
+        return recipe.at(counters.step / self._steps)
 
     @property
     def _steps(self) -> int:
@@ -195,9 +195,9 @@ class Run:
         a calibration."""
         return self._training and self._calibration is None
 
-    def key(self, moment: Moment) -> Key:
+    def key(self, counters: Counters) -> Key:
         """The key of the random bits. In a CUDA graph the clock has the step that is drawn."""
-        step = moment.step
+        step = counters.step
         if self._calibration is not None and not isinstance(step, Tensor):
             step = self._drawn(step)
         return Key(self.args.fp4_seed, step)
@@ -228,7 +228,7 @@ class Run:
             name=name,
             placements=placements,
             parallel=parallel,
-            keeps_w=self.keeps_weights,
+            keeps_w=self.keeps_w,
             packs_x=self.packs_x,
             fastest=self.fastest,
             fuses=self.fuses_wgrad,
@@ -242,7 +242,7 @@ class Run:
     # --- what is kept, and in which form ------------------------------------------------------
 
     @property
-    def keeps_weights(self) -> KeepsW | None:
+    def keeps_w(self) -> KeepsW | None:
         """What is kept of W's operands (--fp4-weight-cache); see `Setting.keeps_w`."""
         return keeps_w_of(self.args.fp4_weight_cache)
 
@@ -281,7 +281,9 @@ class Run:
 
     # --- tokens -----------------------------------------------------------------------------
 
-    def token_rows(self, moment: Moment, sequence: int, batch: int, device: torch.device) -> Tensor:
+    def token_rows(
+        self, counters: Counters, sequence: int, batch: int, device: torch.device
+    ) -> Tensor:
         """The rows of a microbatch's tokens in the global batch: int64 [sequence * batch].
 
         The row of a token is (index of its sequence in the global batch) * sequence + position. The
@@ -294,14 +296,14 @@ class Run:
             sample = torch.arange(batch, device=device)[None, :]
             self._first_rows[shape] = (sample * sequence + position).flatten()
         first, tokens = self._first_rows[shape], batch * sequence
-        if isinstance(moment.microbatch, Tensor):
-            return torch.add(first, moment.microbatch, alpha=tokens)
-        if shape not in self._rows or self._rows[shape][0] != moment.microbatch:
-            self._rows[shape] = moment.microbatch, first + moment.microbatch * tokens
+        if isinstance(counters.microbatch, Tensor):
+            return torch.add(first, counters.microbatch, alpha=tokens)
+        if shape not in self._rows or self._rows[shape][0] != counters.microbatch:
+            self._rows[shape] = counters.microbatch, first + counters.microbatch * tokens
         return self._rows[shape][1]
 
     def expert_rows(
-        self, moment: Moment, tokens: int, device: torch.device
+        self, counters: Counters, tokens: int, device: torch.device
     ) -> tuple[int | Tensor, Tensor]:
         """(index of the microbatch, rows int64 [tokens]) of the tokens that an expert received.
 
@@ -309,7 +311,7 @@ class Run:
         microbatch and for each data-parallel copy of the expert.
         """
         copies = mpu.get_expert_data_parallel_world_size()
-        local = moment.microbatch // mpu.get_data_parallel_world_size()
+        local = counters.microbatch // mpu.get_data_parallel_world_size()
         microbatch = local * copies + mpu.get_expert_data_parallel_rank()
         # The most tokens that an expert can receive: each rank that dispatches to it sends each of
         # its tokens at most once.
@@ -328,7 +330,7 @@ class Run:
         self._clock = graphs.Clock(device)
         self.monitor.expect(linears * sum(map(len, OPERANDS.values())), device)
 
-    # --- NaN, rounded elements, phases in the log -----------------------------------------
+    # --- NaN and rounded elements -----------------------------------------------------------
 
     def _observe(self, module: str, gemm: str, operand: str, tally: Tensor) -> None:
         """Passes the tally of a linear's operand to the monitor.
@@ -346,45 +348,5 @@ class Run:
 
         Call it when training ends: during training the tallies of a step are read one step later.
         """
-        self._report_nonfinite(self.monitor.look())
-        self._report_rounding(self.monitor.rounding)
-
-    def _report_phases(self, training: bool) -> None:
-        """Prints one line in the first step of each phase of a recipe, and after a resume."""
-        if not training:
-            return
-        steps = self._steps
-        for number, recipe in enumerate(dict.fromkeys(self.recipes)):
-            begun = recipe.begun(max(self._step, 0) / steps)
-            if begun == self._begun.get(recipe, 0):
-                continue
-            self._begun[recipe] = begun
-            if once(f"phase:{number}:{begun}"):
-                share = recipe.phases[begun - 1].after
-                first = next(s for s in range(int(share * steps), steps + 1) if s / steps >= share)
-                before, held = recipe.in_turn[begun - 1 : begun + 1]
-                print(
-                    f"megatron-fp4: recipe {held.name} takes the place of {before.name} from step "
-                    f"{first + 1} on",
-                    flush=True,
-                )
-
-    def _report_rounding(self, rounding: CarrierRounding | None) -> None:
-        """Writes how many elements were rounded, in steps that Megatron logs, for each stage."""
-        if rounding is None or rounding.step % self.args.log_interval:
-            return
-        stage = mpu.get_pipeline_model_parallel_rank()
-        if once(f"rounded:{rounding.step}:{stage}"):
-            sys.stderr.write(f"megatron-fp4: {rounding} (pipeline stage {stage})\n")
-
-    def _report_nonfinite(self, seen: NonFinite | None) -> None:
-        if seen is None:
-            return
-        # After a NaN all later steps normally have one: report only the first of successive steps.
-        is_news, self._last_nonfinite = seen.step != self._last_nonfinite + 1, seen.step
-        # Once for each pipeline stage: its other ranks saw the same NaN, or one that it caused.
-        stage = mpu.get_pipeline_model_parallel_rank()
-        if is_news and once(f"nonfinite:{seen.step}:{stage}"):
-            where = f"pipeline stage {stage}, rank {torch.distributed.get_rank()}"
-            # One write for the whole line, since several stages may write at the same time.
-            sys.stderr.write(f"megatron-fp4: {seen} ({where})\n")
+        self._log.nonfinite(self.monitor.look())
+        self._log.rounding(self.monitor.rounding)

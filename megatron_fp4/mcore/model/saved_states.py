@@ -10,8 +10,8 @@ from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import content
 from megatron_fp4.recipes.assignment import Modules, recipe_for
 
-# Of tensors of the distributed optimizer's default format, which has a bucket of many weights in
-# one tensor.
+# How the keys of tensors in the distributed optimizer's default format begin. It saves a bucket of
+# many weights as one tensor.
 _BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 

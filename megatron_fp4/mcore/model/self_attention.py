@@ -90,7 +90,7 @@ class RotatingSelfAttention(SelfAttention):
         )
 
     def _angles(self, inference_context: Any, rotary_pos_emb: Any, length: int) -> Tensor | None:
-        """By which `rotation` is to rotate query and key; None: it is not to rotate them.
+        """The angles by which `rotation` rotates query and key; None if it does not rotate them.
 
         length: of the sequence.
         """

@@ -31,7 +31,7 @@ from torch import distributed as dist
 
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
 from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, blend, key_of
-from megatron_fp4.mcore.model.kept import Kept
+from megatron_fp4.mcore.model.kept_states import KeptStates
 from megatron_fp4.mcore.model.optimizers import part_of, parts_of
 from megatron_fp4.mcore.model.saved_states import SavedStates, stack_of
 from megatron_fp4.mcore.runtime.ranks import of_all
@@ -42,14 +42,14 @@ class WeightStates:
     """The states beside all weights of this process."""
 
     def __init__(self) -> None:
-        self._all: list[Kept] = []
-        self._of_weight: dict[Tensor, Kept] = {}
+        self._all: list[KeptStates] = []
+        self._of_weight: dict[Tensor, KeptStates] = {}
         self._is_stale = True
         self._in_optimizers = False  # whether optimizers have the states; the same on all ranks
         self._saved = SavedStates()  # of the checkpoint to be loaded
         self._is_loading = False  # whether optimizers are being loaded with them
         self._args = argparse.Namespace()  # Megatron's
-        self._started: dict[tuple[Kept, str], Tensor] = {}  # states that no optimizer has yet
+        self._started: dict[tuple[KeptStates, str], Tensor] = {}  # states that no optimizer has yet
 
     def add(
         self,
@@ -73,7 +73,7 @@ class WeightStates:
             state: torch.zeros(layer.weight.shape, dtype=torch.float32, device=layer.weight.device)
             for state in (states if is_read else ())
         }
-        kept = Kept(layer, name, number, dtypes, states, copies)
+        kept = KeptStates(layer, name, number, dtypes, states, copies)
         self._all.append(kept)
         self._of_weight[layer.weight] = kept
         return copies.get("average")
@@ -94,7 +94,7 @@ class WeightStates:
         return sorted({name for kept in self._all for name in kept.dtypes | kept.padded})
 
     @property
-    def ramped(self) -> list[Kept]:
+    def ramped(self) -> list[KeptStates]:
         """The weights of which this rank updates a part at periods of their own."""
         return [kept for kept in self._all if kept.ramps and kept.main is not None]
 
@@ -178,8 +178,8 @@ class WeightStates:
 
     def _parts(
         self, inner: torch.optim.Optimizer | None = None
-    ) -> Iterator[tuple[Kept, str, Tensor | None]]:
-        """(Kept, name, state) for each part that this rank owns of a state that layers read.
+    ) -> Iterator[tuple[KeptStates, str, Tensor | None]]:
+        """(KeptStates, name, state) for each part that this rank owns of a state that layers read.
 
         The state is None before the optimizer has it. inner: restricts the result to the weights
         that this torch optimizer updates.
@@ -213,14 +213,14 @@ class WeightStates:
         assert own is not None
         return kept.start, own.view(-1)
 
-    def _own(self, kept: Kept, name: str) -> Tensor | None:
+    def _own(self, kept: KeptStates, name: str) -> Tensor | None:
         """This rank's part of a state, started if no optimizer has it yet; None if it has none."""
         own = kept.own(name)
         if own is None and kept.main is not None:
             own = self._started.setdefault((kept, name), kept.start_of(name))
         return own
 
-    def _gather_one(self, kept: Kept, name: str, copy: Tensor) -> list[dist.Work]:
+    def _gather_one(self, kept: KeptStates, name: str, copy: Tensor) -> list[dist.Work]:
         own = self._own(kept, name)
         if own is not None:
             if kept.owners:
@@ -234,7 +234,7 @@ class WeightStates:
             for owner, start, end in kept.owners
         ]
 
-    def _share(self, kept: Kept, name: str, own: Tensor, copy: Tensor) -> None:
+    def _share(self, kept: KeptStates, name: str, own: Tensor, copy: Tensor) -> None:
         """Makes the optimizer's state `own` a view of `copy`, with its values.
 
         It is one from the first call on, until a checkpoint is loaded: the optimizer then has a
@@ -312,7 +312,7 @@ class WeightStates:
                 del state[key]
 
     def drop_lacking(self, weight: Tensor, loaded: dict[str, Any]) -> None:
-        """Removes from the optimizer the states of a weight that `loaded`, by key, has not."""
+        """Removes from the optimizer those states of a weight whose keys are not in `loaded`."""
         for kept in self._all:
             if kept.layer.weight is weight and kept.inner is not None and kept.main is not None:
                 for key in map(key_of, kept.dtypes):

@@ -192,8 +192,8 @@ _CUDA_STAND_INS: dict[str, Any] = {
 _compile = torch.compile
 
 
-# Stand-in for torch.compile, as a function and as a decorator.
 def _as_it_is(function: Any = None, **_: Any) -> Any:
+    """Stand-in for torch.compile, as a function and as a decorator with options."""
     return function or _as_it_is
 
 

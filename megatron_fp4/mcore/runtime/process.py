@@ -28,7 +28,7 @@ LESS_MEMORY = (
 
 
 def prepare(ours: bool) -> None:
-    """Sets the environment and the warnings, and on a machine without a GPU makes the CPU do.
+    """Sets the environment and the warnings. On a machine without a GPU the CPU stands in for it.
 
     ours: whether the script is pretrain_gpt.py and not a user's own. Call this function, or
     `prepare_torch`, before Megatron is imported. Raises ConfigError for GPUs that are not NVIDIA's.

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 
-# An OSError that `work` raised on a rank, as it is sent to the other ranks.
 @dataclass(frozen=True)
 class _Raised:
+    """An OSError that `work` raised on a rank, as it is sent to the other ranks."""
+
     error: OSError
 
 

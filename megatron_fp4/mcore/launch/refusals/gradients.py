@@ -3,6 +3,8 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron_fp4.mcore.launch.refusals.optimizer import is_layer_wise
+
 
 def exchange(args: Namespace) -> Iterator[str]:
     """Refuses flags that change how Megatron sums gradients, or which it sums."""
@@ -15,8 +17,6 @@ def exchange(args: Namespace) -> Iterator[str]:
 
 def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
     """By what is not supported: whether the launch has it, and what to do instead."""
-    # Megatron's layer-wise optimizer, which gives whole weights to single ranks.
-    is_layer_wise = args.use_distributed_optimizer and args.optimizer not in ("adam", "sgd")
     out = "leave it out"
     return {
         "--ddp-average-in-collective": (
@@ -34,7 +34,7 @@ def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
         "--use-torch-fsdp2": (args.use_torch_fsdp2, "use --use-distributed-optimizer"),
         "--use-megatron-fsdp": (args.use_megatron_fsdp, "use --use-distributed-optimizer"),
         f"--use-distributed-optimizer with --optimizer {args.optimizer}": (
-            is_layer_wise,
+            is_layer_wise(args),
             "leave out --use-distributed-optimizer",
         ),
         "--optimizer dist_muon": (args.optimizer == "dist_muon", "use --optimizer muon"),

@@ -55,6 +55,11 @@ def choice(args: Namespace) -> Iterator[str]:
         )
 
 
+def is_layer_wise(args: Namespace) -> bool:
+    """Whether Megatron's layer-wise optimizer runs, which gives whole weights to single ranks."""
+    return args.use_distributed_optimizer and args.optimizer not in ("adam", "sgd")
+
+
 def _data_parallel_size(args: Namespace) -> int:
     """The number of data-parallel ranks. Megatron computes args.data_parallel_size only later."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size

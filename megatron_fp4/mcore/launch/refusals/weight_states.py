@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
+from megatron_fp4.mcore.launch.refusals.optimizer import is_layer_wise
 from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.recipe import Recipe
 
@@ -17,13 +18,11 @@ def keepers(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
     if recipe is None:
         return
     sharded = args.use_distributed_optimizer
-    # Megatron's layer-wise optimizer, which gives whole weights to single ranks.
-    layer_wise = sharded and args.optimizer not in ("adam", "sgd")
     problems = {
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
         "--optimizer dist_muon": args.optimizer == "dist_muon",
-        f"--use-distributed-optimizer with --optimizer {args.optimizer}": layer_wise,
+        f"--use-distributed-optimizer with --optimizer {args.optimizer}": is_layer_wise(args),
         "--ckpt-format torch and --use-distributed-optimizer": sharded
         and args.ckpt_format == "torch",
     }

@@ -11,7 +11,7 @@ from megatron_fp4.arithmetic.weight_states import WeightState, key_of
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptStates:
     """The states beside one weight, by name.
 
     layer: the layer that has the weight.
@@ -25,7 +25,7 @@ class Kept:
     owners: (global rank, start, end) of all parts; empty where every rank owns the whole.
     group: the process group of the ranks that own parts; None where every rank owns the whole.
     saved: the names of the states that the checkpoint to be loaded has of this weight.
-    padded: the dtype of each state that it has not, and with which it is saved, as zeros.
+    padded: the dtype of each state that the weight does not have, but is saved with, as zeros.
     """
 
     layer: Any

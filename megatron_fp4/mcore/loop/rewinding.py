@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 
-class Recording(Iterator[Any]):
+class RewindingIterator(Iterator[Any]):
     """An iterator that can serve again what was drawn from it.
 
     Items are handed out as shallow copies, since a script may take entries out of a microbatch.
@@ -41,18 +41,18 @@ class Recording(Iterator[Any]):
         self._drawn = None
 
 
-def recordings(data_iterator: Any) -> list[Recording]:
-    """The recordings of what Megatron passes to its train_step as `data_iterator`.
+def rewinding_iterators(data_iterator: Any) -> list[RewindingIterator]:
+    """The iterators that rewind what Megatron passes to its train_step as `data_iterator`.
 
-    They are put below C/rerun_state_machine.py:RerunDataIterator, whose own replay of a step is not
-    affected, by the first call. data_iterator: a RerunDataIterator or None, or a list of them, one
-    for each model chunk. A rank without data has no recordings.
+    The first call puts them below C/rerun_state_machine.py:RerunDataIterator, whose own replay of a
+    step is not affected. data_iterator: a RerunDataIterator or None, or a list of them, one
+    for each model chunk. Empty on a rank without data.
     """
     each = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     return [_below(one) for one in each if one is not None]
 
 
-def _below(iterator: RerunDataIterator) -> Recording:
-    if not isinstance(iterator.iterable, Recording):
-        iterator.iterable = Recording(iterator.iterable)
+def _below(iterator: RerunDataIterator) -> RewindingIterator:
+    if not isinstance(iterator.iterable, RewindingIterator):
+        iterator.iterable = RewindingIterator(iterator.iterable)
     return iterator.iterable

@@ -13,7 +13,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch.utils.data import DataLoader
 
-from megatron_fp4.mcore.loop.recording import Recording, recordings
+from megatron_fp4.mcore.loop.rewinding import RewindingIterator, rewinding_iterators
 
 
 def batches(number: int = 40) -> Iterator[dict[str, Any]]:
@@ -26,34 +26,34 @@ def numbers(iterator: Iterator[Any], count: int) -> list[int]:
 
 
 def test_it_serves_again_what_was_drawn() -> None:
-    recording = Recording(batches())
-    assert numbers(recording, 3) == [0, 1, 2]
-    recording.start()
-    assert numbers(recording, 5) == [3, 4, 5, 6, 7]
-    recording.rewind()
-    assert [batch["number"] for batch in recording] == list(range(3, 40))
+    rewinding = RewindingIterator(batches())
+    assert numbers(rewinding, 3) == [0, 1, 2]
+    rewinding.start()
+    assert numbers(rewinding, 5) == [3, 4, 5, 6, 7]
+    rewinding.rewind()
+    assert [batch["number"] for batch in rewinding] == list(range(3, 40))
 
 
 def test_it_records_again_before_everything_was_served() -> None:
-    recording = Recording(batches())
+    rewinding = RewindingIterator(batches())
     for first in (0, 2, 4):
-        recording.start()
-        assert numbers(recording, 6) == list(range(first, first + 6))
-        recording.rewind()
-        assert numbers(recording, 2) == [first, first + 1]
-    recording.start()
-    recording.rewind()  # nothing was drawn
-    recording.rewind()  # and nothing was recorded
-    assert [batch["number"] for batch in recording] == list(range(6, 40))
+        rewinding.start()
+        assert numbers(rewinding, 6) == list(range(first, first + 6))
+        rewinding.rewind()
+        assert numbers(rewinding, 2) == [first, first + 1]
+    rewinding.start()
+    rewinding.rewind()  # nothing was drawn
+    rewinding.rewind()  # and nothing was recorded
+    assert [batch["number"] for batch in rewinding] == list(range(6, 40))
 
 
 def test_a_source_that_ends_can_be_rewound() -> None:
-    recording = Recording(batches(3))
-    recording.start()
+    rewinding = RewindingIterator(batches(3))
+    rewinding.start()
     with pytest.raises(StopIteration):
-        numbers(recording, 4)
-    recording.rewind()
-    assert [batch["number"] for batch in recording] == [0, 1, 2]
+        numbers(rewinding, 4)
+    rewinding.rewind()
+    assert [batch["number"] for batch in rewinding] == [0, 1, 2]
 
 
 def consumed(iterator: Iterator[Any], count: int) -> list[torch.Tensor]:
@@ -62,11 +62,11 @@ def consumed(iterator: Iterator[Any], count: int) -> list[torch.Tensor]:
 
 
 def test_a_script_may_take_entries_out_of_a_microbatch() -> None:
-    recording = Recording(batches())
-    recording.start()
-    first = consumed(recording, 4)
-    recording.rewind()
-    assert all(map(torch.equal, first, consumed(recording, 4)))
+    rewinding = RewindingIterator(batches())
+    rewinding.start()
+    first = consumed(rewinding, 4)
+    rewinding.rewind()
+    assert all(map(torch.equal, first, consumed(rewinding, 4)))
     one, other = itertools.tee(batches())  # the control: the same objects, served twice
     assert [len(tokens) for tokens in consumed(one, 2)] == [4, 4]
     assert [len(tokens) for tokens in consumed(other, 2)] == [0, 0]
@@ -78,13 +78,13 @@ def test_it_replays_a_loader_that_prefetches(workers: int) -> None:
         data = torch.arange(240).view(60, 4)
         return iter(DataLoader(data, batch_size=2, num_workers=workers))  # type: ignore[arg-type]
 
-    recording, undisturbed = Recording(loader()), list(loader())
-    found = [next(recording) for _ in range(3)]
-    recording.start()
+    rewinding, undisturbed = RewindingIterator(loader()), list(loader())
+    found = [next(rewinding) for _ in range(3)]
+    rewinding.start()
     for _ in range(11):
-        next(recording)
-    recording.rewind()
-    found += list(recording)
+        next(rewinding)
+    rewinding.rewind()
+    found += list(rewinding)
     assert len(found) == len(undisturbed) == 30
     assert all(map(torch.equal, found, undisturbed))
 
@@ -116,12 +116,12 @@ def test_megatron_s_own_replay_works_as_before(mode: RerunMode) -> None:
     for n in range(8):
         microbatches = 2 if n < 5 else 3  # a growing batch
         if n in (2, 4):
-            for recording in recordings(iterator):
-                recording.start()
+            for rewinding in rewinding_iterators(iterator):
+                rewinding.start()
             drawn = [step(iterator, microbatches, reruns * (k == 1)) for k in range(3)]
             assert sum(drawn, []) == list(range(2 * n, 2 * n + 6))
-            for recording in recordings(iterator):
-                recording.rewind()
+            for rewinding in rewinding_iterators(iterator):
+                rewinding.rewind()
         trained.append(step(iterator, microbatches, reruns * (n == 4)))
         wanted.append(step(undisturbed, microbatches, 0))
         # What a checkpoint has of the iterator: the microbatches of this step.
@@ -131,10 +131,10 @@ def test_megatron_s_own_replay_works_as_before(mode: RerunMode) -> None:
 
 
 def test_each_model_chunk_has_a_recording_and_a_rank_without_data_none() -> None:
-    assert recordings(None) == [] == recordings([None, None])
+    assert rewinding_iterators(None) == [] == rewinding_iterators([None, None])
     chunks = [RerunDataIterator(batches()), None, RerunDataIterator(batches())]
-    found = recordings(chunks)
+    found = rewinding_iterators(chunks)
     assert len(found) == 2 and found[0] is not found[1]
-    again = recordings(chunks)
+    again = rewinding_iterators(chunks)
     assert all(one is other for one, other in zip(found, again, strict=True))
-    assert isinstance(recordings(RerunDataIterator(batches()))[0], Recording)
+    assert isinstance(rewinding_iterators(RerunDataIterator(batches()))[0], RewindingIterator)
