@@ -116,7 +116,8 @@ def job_of(args: argparse.Namespace) -> Job:
             "it out"
         )
     recipe = recipe_named(args.recipe, **read_options(args.recipe_option))
-    if args.fp4_param_gather and (why := refusal(recipe, "--fp4-param-gather")) is not None:
+    gathers = args.fp4_param_gather
+    if gathers and (why := refusal(recipe.followed, "--fp4-param-gather")) is not None:
         raise ConfigError(why)
     moments = FLOAT32
     if args.fp4_optimizer_state is not None:

@@ -16,7 +16,7 @@ from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import titled
 from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.owned_codes import refusal
+from megatron_fp4.plan.owned_codes import reader_of_w, refusal
 from megatron_fp4.plan.show import show, show_exchange
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> str:
     """
     recipe = get_recipe(args.recipe, **read_options(args.recipe_option))
     setting = _setting(args)
-    if args.param_gather and (why := refusal(recipe, "--param-gather")) is not None:
+    if args.param_gather and (why := refusal(recipe.followed, "--param-gather")) is not None:
         raise ConfigError(why)
     for each in recipe.parts:
         check_sizes_of_flags(each, args.tokens, setting.inputs, setting.outputs, _FLAGS)
@@ -154,8 +154,8 @@ def _element(args: argparse.Namespace) -> str | None:
 
 
 def _setting_of(recipe: Recipe, setting: Setting) -> Setting:
-    """`setting` as it is for this recipe. W comes as codes where the recipe makes codes of it."""
-    return setting if recipe.quantized else replace(setting, sent_w=False)
+    """`setting` as it is for this recipe. W comes as codes if nothing else of it is multiplied."""
+    return setting if reader_of_w(recipe) is None else replace(setting, sent_w=False)
 
 
 def check_sizes_of_flags(

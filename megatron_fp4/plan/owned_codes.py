@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_fp4.recipe import GEMMS, Recipe
 
 
@@ -47,24 +49,18 @@ def reader_of_w(recipe: Recipe) -> str | None:
     return None
 
 
-def refusal(recipe: Recipe, flag: str) -> str | None:
-    """The message that refuses `flag`, which has W gathered as codes; None if W can be.
+def refusal(recipes: Sequence[Recipe], flag: str) -> str | None:
+    """The message that refuses `flag`, which has W gathered as codes; None if it has an effect.
 
-    It can be if `reader_of_w` is None for `recipe` and for the recipes of its layers. A recipe that
-    quantizes nothing does not count, since its W is gathered in the model's dtype, unless no recipe
-    quantizes anything.
+    W of a linear is gathered as codes if `reader_of_w` is None for its recipe, and in the model's
+    dtype otherwise. If the launch's recipe quantizes anything, W must be codes there.
+
+    recipes: the launch's first, then those of its layers and of single modules.
     """
-    for each in [one for one in recipe.followed if one.ever_quantized] or [recipe]:
-        if (why := refusal_of(each, flag, of_layers=each is not recipe)) is not None:
-            return why
-    return None
-
-
-def refusal_of(recipe: Recipe, flag: str, of_layers: bool) -> str | None:
-    """The message that refuses `flag` because of what `reader_of_w` says of this one recipe; None
-    if that is None. of_layers: whether the recipe is that of some layers of another recipe."""
-    reader = reader_of_w(recipe)
+    launch, *others = recipes
+    judged = [launch] if launch.ever_quantized else [r for r in others if r.ever_quantized]
+    readers = [(recipe.name, reader_of_w(recipe)) for recipe in judged or [launch]]
+    name, reader = next((each for each in readers if each[1] is None), readers[0])
     if reader is None:
         return None
-    why = f"recipe {recipe.name} does not support {flag}, because {reader}: leave it out"
-    return f"{why}, or give no layers recipes of their own" if of_layers else why
+    return f"recipe {name} does not support {flag}, because {reader}: leave it out"

@@ -86,8 +86,13 @@ LAYOUTS = {
         f"{TETRAJET} {BUCKETS} --fp4-bf16-after 0.5 --fp4-bf16-gemms dgrad wgrad",
     ),
     "some in BF16": (2, f"{TETRAJET} --fp4-module-recipe *.linear_fc1=bf16"),
+    "ends in FP8": (
+        2,
+        f"--fp4-recipe auto --fp4-recipe-option fp8_after=1 --num-layers 3 {BUCKETS}",
+    ),
+    "some by another recipe": (2, f"{TETRAJET} --fp4-module-recipe *.linear_fc1=mxfp4 {BUCKETS}"),
 }
-QUICK = ("overlapped, in buckets", "average")
+QUICK = ("overlapped, in buckets", "average", "ends in FP8")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +327,6 @@ def test_no_metrics_of_w_by_default() -> None:
         ("--fp4-recipe mxfp4-rht-sr", "because fprop multiplies W in high precision"),
         ("--fp4-recipe dge-occ", "because fprop's W is not E2M1 with an E8M0 scale"),
         ("--fp4-recipe tetrajet-ramping", "because the calibrations of Q-Ramping quantize W"),
-        ("--fp4-module-recipe *.linear_fc1=mxfp4", "recipe mxfp4 does not support"),
         (
             "--fp4-bf16-after 0.5",
             "--fp4-bf16-after, after which fprop multiplies W in high precision: add --fp4-bf16-"
@@ -350,14 +354,25 @@ def test_refusals_of_what_is_missing() -> None:
     parse(*ASKED, "--fp4-bf16-after", "0.5", "--fp4-bf16-gemms", "dgrad", "wgrad")
 
 
-def test_a_layer_that_takes_no_codes_is_named_with_its_remedy() -> None:
-    """--fp4-recipe auto without its phase: only its first and last layers are in the way."""
-    whole = ("--fp4-recipe", "auto", GATHER, "--num-layers", "4", "--bf16")
-    without = ("--fp4-recipe-option", "fp8_after=1")
-    assert "recipe tetrajet-fp8 does not support" in refusal(*whole)
-    message = refusal(*whole, *without)
-    assert "recipe fp8 does not support --fp4-param-gather" in message
-    assert message.endswith("leave it out, or give no layers recipes of their own")
+def test_only_the_launch_s_recipe_must_multiply_codes_alone() -> None:
+    """W of layers and modules whose recipes read more of it is gathered in BF16."""
+    auto = ("--fp4-recipe", "auto", *ASKED[2:], "--num-layers", "4")
+    assert "recipe tetrajet-fp8 does not support" in refusal(*auto)
+    parse(*auto, "--fp4-recipe-option", "fp8_after=1")
+    parse(*ASKED, "--fp4-module-recipe", "*fc1=mxfp4")
+    mxfp4 = ("--fp4-recipe", "mxfp4", *ASKED[2:], "--fp4-module-recipe")
+    assert "recipe mxfp4 does not support" in refusal(*mxfp4, "*fc1=tetrajet")
+
+
+def test_a_recipe_of_layers_alone_needs_one_with_codes(tmp_path: Path) -> None:
+    path = tmp_path / "layers.yaml"
+    for layer, says in (("tetrajet", None), ("fp8", "recipe fp8 does not support")):
+        path.write_text(f"layers: [{{first: 2, recipe: {layer}}}]\n")
+        flags = ("--fp4-recipe", str(path), *ASKED[2:], "--num-layers", "4")
+        if says is None:
+            parse(*flags)
+        else:
+            assert says in refusal(*flags)
 
 
 def test_a_refusal_is_one_line_of_a_launch() -> None:

@@ -247,8 +247,10 @@ def test_weights_that_are_gathered_as_codes(tmp_path: Path) -> None:
         run([*job, "--recipe", "mxfp4", flag])
     mine = tmp_path / "mine.yaml"
     mine.write_text("base: auto\noptions: {fp8_layers: 1, fp8_after: 1}\n")
-    with pytest.raises(ConfigError, match="recipe fp8 does not .* or give no layers recipes of"):
-        run([*job, "--recipe", str(mine), flag])
+    of_layers = json.loads(run([*job, "--recipe", str(mine), flag, "--json"]))["layouts"][0]
+    assert flag in of_layers["flags"]
+    with pytest.raises(ConfigError, match="of recipe fp8 of a phase: fprop's W is not E2M1"):
+        run([*job, "--recipe", "auto", flag])
 
 
 def test_swiglu_s_input_is_that_of_a_swiglu() -> None:

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_fp4.plan.owned_codes import reader_of_w, refusal_of
+from megatron_fp4.plan.owned_codes import reader_of_w, refusal
 from megatron_fp4.recipe import Recipe
 
 
@@ -16,16 +16,15 @@ def gathered_codes(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
     """
     if not (args.fp4_param_gather or args.fp4_gathers_codes):
         return
-    own = [layers.recipe for layers in recipes[0].layers]
-    for recipe in recipes:
-        if (why := refusal_of(recipe, "--fp4-param-gather", recipe in own)) is not None:
-            if args.fp4_bf16_after is not None and reader_of_w(replace(recipe, phases=())) is None:
-                yield (
-                    "--fp4-param-gather does not support --fp4-bf16-after, after which fprop "
-                    "multiplies W in high precision: add --fp4-bf16-gemms dgrad wgrad, or leave "
-                    "out --fp4-param-gather"
-                )
-            yield why
+    if (why := refusal(recipes, "--fp4-param-gather")) is not None:
+        first = replace(recipes[0], phases=())
+        if args.fp4_bf16_after is not None and reader_of_w(first) is None:
+            yield (
+                "--fp4-param-gather does not support --fp4-bf16-after, after which fprop "
+                "multiplies W in high precision: add --fp4-bf16-gemms dgrad wgrad, or leave "
+                "out --fp4-param-gather"
+            )
+        yield why
     if not args.use_distributed_optimizer:
         yield (
             "--fp4-param-gather gathers weights from the ranks that own them: add "
