@@ -72,6 +72,7 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ),
         ("--yaml-cfg no.yaml", "no file no.yaml"),
         ("--tensorboard-dir /proc/nope", "--tensorboard-dir /proc/nope cannot be written"),
+        ("--defer-embedding-wgrad-compute", "fused_weight_gradient_mlp_cuda.*: leave it out"),
         ("--adlr-autoresume", "needs the package userlib, which is not installed: leave it out"),
         ("--non-persistent-ckpt-type local", "pip install nvidia-resiliency-ext"),
         ("--log-memory-to-tensorboard", "logs nothing without --tensorboard-dir DIR: add it"),
@@ -95,6 +96,10 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
             "needs a SwiGLU that is fused: by Megatron on a GPU",
         ),
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
+        ("--apply-residual-connection-post-layernorm", "Megatron-core 0.19 drops .*leave it out"),
+        ("--init-method-xavier-uniform", "builds no model with --init-method-xavier.*leave it out"),
+        ("--num-experts 4 --save-tokens-per-expert-interval 2", "saves nothing .*leave it out"),
+        ("--phase-transition-iterations 2", "needs --train-samples in place of --train-iters"),
         ("--recompute-modules layernorm", "needs Transformer Engine"),
         ("--use-precision-aware-optimizer", "needs Transformer Engine"),
         (

@@ -226,6 +226,12 @@ def test_the_length_of_training_counts_where_a_schedule_is_a_share_of_it(tmp_pat
         saved = parse(*WAS.split(), *schedule, "--train-iters", "4")
         with pytest.raises(ConfigError, match="--train-iters was 4 and is 8"):
             compare(saved, parse(*WAS.split(), *schedule, *longer))
+        samples = ("--train-samples", "32", "--global-batch-size", "4")
+        in_samples = parse(*WAS.split(), *schedule, *samples)
+        in_samples.train_iters = None  # the builder's launch has it; it excludes --train-samples
+        said = "of --train-samples and --global-batch-size, was 4 and is 8"
+        with pytest.raises(ConfigError, match=said):
+            compare(saved, in_samples)
 
 
 # --- what older versions saved -----------------------------------------------------------------

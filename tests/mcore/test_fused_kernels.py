@@ -75,6 +75,7 @@ def given(**values: Any) -> argparse.Namespace:
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "save_activations_interval": None,
+        "save_dgrads_interval": None,
     }
     return argparse.Namespace(**plain | values)
 

@@ -139,7 +139,10 @@ def _differences(saved: argparse.Namespace, launch: argparse.Namespace) -> list[
     found += _gradients(saved, launch)
     # Shares of training are numbers of steps, which depend on the number of iterations.
     if all(_has_shares(args) for args in (saved, launch)):
-        found += was_and_is("--train-iters", saved.train_iters, steps_of(launch))
+        length = "--train-iters"
+        if launch.train_samples:
+            length = "the number of steps, of --train-samples and --global-batch-size,"
+        found += was_and_is(length, saved.train_iters, steps_of(launch))
     # Compare the contents of the recipes, not their names: a file may have changed, and the same
     # recipe may be built in or in a file.
     old, new = (_fields(args.fp4_recipe_content) for args in (saved, launch))

@@ -52,8 +52,9 @@ def settle(args: Namespace, is_checked: bool) -> None:
     is_local = args.transformer_impl == "local" and machine.runs_triton()
     args.fp4_rotates = wanted != "off" and is_local
     args.fp4_liger = version("liger-kernel") if args.fp4_rotates and _installed() else None
-    # Megatron saves what linears take, which must be X.
-    joins = wanted != "off" and has_recipe(args) and not args.save_activations_interval
+    # Megatron saves what linears take and return, and its gradients, which must be X, Y, dX and dY.
+    saves = args.save_activations_interval or args.save_dgrads_interval
+    joins = wanted != "off" and has_recipe(args) and not saves
     args.fp4_joins_swiglu = joins and _has_swiglu(args)
     args.fp4_joins_norms = joins and args.normalization == "RMSNorm"
     args.fp4_fused_adamw = wanted != "off" and torch.cuda.is_available() and _has_adamw(args)

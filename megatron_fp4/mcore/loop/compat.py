@@ -14,7 +14,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.module import MegatronModule
-from megatron.training import arguments, get_args, training
+from megatron.training import activation_logging, arguments, dgrad_logging, get_args, training
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
@@ -45,6 +45,10 @@ def install() -> None:
     # refuse a recipe.
     if not hasattr(arguments.parse_args, "__wrapped__"):
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
+    # Without Transformer Engine T/activation_logging.py and T/dgrad_logging.py list stand-ins of
+    # its layers, which are no types: --save-activations-interval and --save-dgrads-interval raise.
+    for saver in (activation_logging, dgrad_logging):
+        saver.LINEAR_TYPES = tuple(each for each in saver.LINEAR_TYPES if isinstance(each, type))
     for name in ("initialize_megatron", "setup_model_and_optimizer"):
         if not hasattr(getattr(training, name), "__wrapped__"):
             setattr(training, name, _demanding(getattr(training, name)))

@@ -21,6 +21,16 @@ def layers(args: Namespace) -> Iterator[str]:
     """
     if args.rampup_batch_size is not None:  # T/global_vars.py ignores it
         yield "Megatron-core 0.19 drops --rampup-batch-size: use --step-batch-size-schedule"
+    if args.apply_residual_connection_post_layernorm:  # none of Megatron's layers reads it
+        yield "Megatron-core 0.19 drops --apply-residual-connection-post-layernorm: leave it out"
+    if args.init_method_xavier_uniform:  # T/argument_utils.py gives the model an unknown setting
+        yield "Megatron-core 0.19 builds no model with --init-method-xavier-uniform: leave it out"
+    if args.save_tokens_per_expert_interval and not args.moe_grouped_gemm:
+        # T/activation_logging.py saves what Transformer Engine's grouped linears take.
+        yield (
+            "--save-tokens-per-expert-interval saves nothing of experts that run one after the "
+            "other: leave it out"
+        )
     alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
     if alltoall and args.expert_model_parallel_size > 1 and args.distributed_backend == "gloo":
         yield (

@@ -20,6 +20,7 @@ _NEEDED = {
     "enable_ft_package": ("nvidia_resiliency_ext", "nvidia-resiliency-ext"),
     "enable_msc": ("multistorageclient", "multi-storage-client"),
     "run_workload_inspector_server": ("workload_inspector", None),
+    "defer_embedding_wgrad_compute": ("fused_weight_gradient_mlp_cuda", None),
     "adlr_autoresume": ("userlib", None),
     "one_logger_run_name": ("one_logger", None),
     "one_logger_async": ("one_logger", None),

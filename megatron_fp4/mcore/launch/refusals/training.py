@@ -19,12 +19,15 @@ _REQUIRED = {
 def settings(args: Namespace) -> Iterator[str]:
     """Refuses missing, contradictory or unsupported settings of the training.
 
-    Missing: its length, the learning rate or a size of the model. Contradictory: two dtypes.
+    Missing: its length, in the unit that another flag needs, the learning rate or a size of the
+    model. Contradictory: two dtypes.
     Unsupported: in-process restart.
     """
     if not (args.train_iters or args.train_samples):
         why = "Megatron reads as much text, with --skip-train too: " if args.skip_train else ""
         yield f"{why}how long to train? give --train-iters or --train-samples"
+    if args.phase_transition_iterations and not args.train_samples:  # T/training.py reads them
+        yield "--phase-transition-iterations needs --train-samples in place of --train-iters"
     if args.lr is None and not args.skip_train:
         yield "no learning rate: give --lr"
     for name, older in _REQUIRED.items():
