@@ -255,15 +255,23 @@ def test_an_expert_takes_any_number_of_tokens(one_rank: None, recipe: str, token
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(("ranks", "tensor_ranks"), [(4, 1), (2, 2)])
 def test_copies_and_microbatches_of_an_expert_share_no_row(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
+    ranks: int, tensor_ranks: int, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight data-parallel ranks, four of which share the experts: two copies of each."""
-    sizes = {"data_parallel": 8, "expert_model_parallel": 4, "expert_data_parallel": 2}
+    sizes = {
+        "data_parallel": 8,
+        "expert_model_parallel": ranks,
+        "expert_tensor_parallel": tensor_ranks,
+        "expert_data_parallel": 2,
+    }
     for name, size in sizes.items():
         monkeypatch.setattr(parallel_state, f"get_{name}_world_size", lambda size=size: size)
-    run = run_of(micro_batch_size=BATCH, seq_length=SEQUENCE)
-    most = BATCH * SEQUENCE * 4  # every token of the ranks that send to an expert
+    length = 1024  # so long that the room for padding has none for another rank's tokens
+    run = run_of(micro_batch_size=BATCH, seq_length=length)
+    # Every token of the ranks that send to an expert, and rows that fill a block of 1,024.
+    most = BATCH * length * 4 + 1023
     rows = []
     for copy in range(2):
         monkeypatch.setattr(parallel_state, "get_expert_data_parallel_rank", lambda c=copy: c)
