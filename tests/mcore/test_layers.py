@@ -141,6 +141,9 @@ def changed(how: str, run: Run, w: torch.nn.Parameter) -> None:
     if how == "optimizer step":  # writes past the version counter, as Megatron's do
         w.data.mul_(3)
         run.args.curr_iteration += 1
+    elif how == "calibration step":  # whose number no argument of Megatron's has
+        w.data.mul_(3)
+        run.calibrate(1)
     elif how == "evaluation after an update":  # of the step that the update ended
         w.data.mul_(3)
     elif how == "checkpoint load":
@@ -149,7 +152,7 @@ def changed(how: str, run: Run, w: torch.nn.Parameter) -> None:
         module.load_state_dict({"weight": 3 * w.detach()})
 
 
-CHANGES = ["optimizer step", "evaluation after an update", "checkpoint load"]
+CHANGES = ["optimizer step", "calibration step", "evaluation after an update", "checkpoint load"]
 
 
 @pytest.mark.parametrize("how", CHANGES)
