@@ -215,6 +215,17 @@ def test_the_number_of_steps_is_in_the_groups_too() -> None:
     assert {float(state["step"]) for state in resumed.state.values()} == {9.0}
 
 
+def test_a_weight_that_had_no_gradient_at_first_does_not_hold_the_groups_number_back() -> None:
+    params = weights()
+    optimizer = ramping(params)
+    train(optimizer, range(7))
+    params[1].grad = normal((33,), 1)
+    params[2].grad = None
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params[1:]] == [8, 7]
+    assert optimizer.param_groups[1]["step"] == 8
+
+
 def test_what_is_refused() -> None:
     weight = torch.nn.Parameter(normal((3, 4), 1))
     ones = torch.ones(3, 4, dtype=torch.int16)

@@ -145,6 +145,21 @@ def test_microbatches_in_flight_are_those_of_megatron_s_schedules(
         assert memory.in_flight(layout, stage) == warm_up + (left > 0)
 
 
+def test_recomputation_keeps_the_input_of_each_layer_and_one_layer_s_tensors() -> None:
+    """The layer whose backward pass runs has all that it saves; of the others there is the input,
+    and of the first stage the embedding's output."""
+    model = replace(SMALL, vocabulary=8, vocabulary_multiple=8)  # whose logits are small
+    layout, target = Layout(1, batch=8), target_of(torch.device("cpu"))
+    again, recipe = replace(layout, recompute=True), recipe_named("tetrajet")
+    [stage] = stages(model, layout)
+    one, other = (memory.memory(model, x, recipe, target, stage) for x in (layout, again))
+    saved = memory.LayerPlans(model, layout, recipe, target).saved(False)
+    each = 2 * model.sequence * model.hidden
+    assert one.activations == model.layers * saved + each
+    assert other.activations == (model.layers + 1) * each < one.activations / 2
+    assert other.temporary == one.temporary + saved
+
+
 def test_a_distributed_optimizer_spreads_experts_over_their_own_copies() -> None:
     """Of 8 data-parallel ranks by 4 of experts two have a copy of each expert."""
     model = replace(SMALL, experts=8, expert_ffn=64)

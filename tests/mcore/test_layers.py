@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,6 +180,19 @@ def test_an_evaluation_of_averaged_weights_follows_one_of_the_trained(one_rank: 
     assert torch.equal(averaged, step(fresh, state(fresh), w)) and not torch.equal(
         averaged, trained
     )
+
+
+def test_an_evaluation_keeps_the_mean_of_x(one_rank: None) -> None:
+    """Later tokens have a part in the mean, which an evaluation must not see."""
+    kept = get_recipe("mxfp4")
+
+    def outputs(recipe: Recipe, training: bool) -> Tensor:
+        run = run_of(recipe, curr_iteration=0)
+        return step(run, state(run), weight(), training)
+
+    subtracted = replace(kept, x_mean="subtracted")
+    assert torch.equal(outputs(subtracted, training=False), outputs(kept, training=False))
+    assert not torch.equal(outputs(subtracted, training=True), outputs(kept, training=True))
 
 
 @pytest.mark.parametrize("how", ["optimizer step", "checkpoint load"])
