@@ -88,6 +88,19 @@ def test_microbatches_share_all_but_the_signs_of_wgrad() -> None:
     assert relative_error(found[1]["dw"], expected_dw) < BOUND[torch.float32]  # type: ignore
 
 
+def test_repeated_calls_multiply_the_same_w() -> None:
+    """W is quantized once a step, whichever call comes first; X is rounded anew in each."""
+    p, noisy = problem(), Quantizer(rule="ceil", rounding="stochastic")
+
+    def outputs(fprop: GemmRecipe) -> list[torch.Tensor]:
+        recipe = Recipe("noisy", fprop=fprop)
+        calls = [Call(Key(SEED, STEP), 0, repeat) for repeat in (0, 1)]
+        return [quantized_linear(p.x, p.w, None, recipe, call=call) for call in calls]
+
+    assert torch.equal(*outputs(GemmRecipe(None, noisy)))
+    assert not torch.equal(*outputs(GemmRecipe(noisy, None)))
+
+
 @pytest.mark.parametrize("signs", ["random", "fixed", "none"])
 def test_a_forward_transform_is_turned_back(signs: Any) -> None:
     """A Hadamard in fprop with double quantization: dgrad and wgrad take W and X in their own

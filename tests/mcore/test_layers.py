@@ -15,11 +15,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_fp4 import ConfigError, Quantizer, get_recipe
-from megatron_fp4.arithmetic.philox import Placement
+from megatron_fp4.arithmetic.philox import Key, Placement, random_bits16
 from megatron_fp4.execution import backward, forward, making
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Moment, Run
+from megatron_fp4.mcore.model.shards import column_parallel_placements, row_parallel_placements
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from testing.worlds.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
@@ -119,6 +120,25 @@ def test_microbatches_round_as_one_of_all_their_sequences(one_rank: None) -> Non
     apart = results(BATCH)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
     assert not torch.equal(apart[1][:, 0], apart[1][:, BATCH])  # the same dY, other bits
+
+
+@pytest.mark.parametrize("ranges", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_draws_the_bits_of_its_part_of_the_whole(ranks: int, ranges: int) -> None:
+    """Of W [64, 16] and dY [3, 64] of a column-parallel linear, in each of the ranges a part; and
+    of W [16, 64] and X [3, 64] of a row-parallel one."""
+    key, length, cpu = Key(3, 5), 64 // (ranks * ranges), torch.device("cpu")
+    tall, wide, tokens = (random_bits16(*s, key, 7) for s in ((64, 16), (16, 64), (3, 64)))
+    for rank in range(ranks):
+        own = torch.arange(64).view(ranges, ranks, length)[:, rank].flatten()
+        place = column_parallel_placements(rank, ranks, length, ranges, cpu)
+        part = random_bits16(len(own), 16, key, 7, place["w"])
+        assert torch.equal(part, tall[own])
+        assert torch.equal(random_bits16(3, len(own), key, 7, place["dy"]), tokens[:, own])
+        own = torch.arange(64).view(ranks, -1)[rank]
+        place = row_parallel_placements(rank, ranks, len(own), cpu)
+        assert torch.equal(random_bits16(16, len(own), key, 7, place["w"]), wide[:, own])
+        assert torch.equal(random_bits16(3, len(own), key, 7, place["x"]), tokens[:, own])
 
 
 # --- W's operands ------------------------------------------------------------------------------
