@@ -125,6 +125,21 @@ def test_a_snapshot_before_the_first_step_leaves_no_state() -> None:
     assert all(map(torch.equal, params, theirs))
 
 
+def test_a_snapshot_keeps_what_others_have_in_a_state_and_no_moments_that_came_later() -> None:
+    """A weight may have an average before its first step. Its periods are not the snapshot's."""
+    params = weights()
+    optimizer = RampingAdamW(params, **OPTIONS)
+    optimizer.ramp(params[0])
+    optimizer.state[params[0]]["fp4_average"] = params[0].detach().clone()
+    snapshot = Snapshot(optimizer)
+    train(optimizer, range(3))
+    optimizer.state[params[0]]["fp4_average"] += 1
+    snapshot.restore()
+    assert list(optimizer.state) == [params[0]]
+    assert set(optimizer.state[params[0]]) == {"fp4_average", SUM, COUNT, PERIOD}
+    assert torch.equal(optimizer.state[params[0]]["fp4_average"], weights()[0])
+
+
 def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
     whole, first = weights(), weights()
     straight, optimizer = ramping(whole), ramping(first)
