@@ -187,6 +187,15 @@ def test_bias(name: str, dtype: torch.dtype) -> None:
     assert relative_error(y, plain.double() + 64 * p.bias.double()) < BOUND[dtype]
 
 
+def test_the_bias_is_added_before_y_is_rounded() -> None:
+    """1 + 2^-9 and 3/8 of BF16's last place round to the next number together, and to 1 apart."""
+    x, w = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    x[:, 0], x[:, 1], w[:, :2] = 1.0, 2.0**-9, 1.0
+    bias = torch.full((64,), 0.375 * 2.0**-7, dtype=torch.bfloat16)
+    y = quantized_linear(x, w, bias, get_recipe("mxfp4-rht-sr"))
+    assert (y == 1 + 2.0**-7).all() and (x[:, 0] + bias == 1).all()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_no_tokens(name: str) -> None:
     x = torch.zeros(0, IN, requires_grad=True)
