@@ -300,7 +300,7 @@ class Recipe:
             )
         kept = [gemm for gemm in GEMMS if gemm not in gemms]
         has_fprop, gone = "fprop" in kept, ", ".join(gemm for gemm in GEMMS if gemm in gemms)
-        averages = any((w := self.gemm(g).b) and w.rounding == "ema" for g in kept if g != "wgrad")
+        averages = any((b := self.gemm(gemm).b) and b.rounding == "ema" for gemm in kept)
         quantizes_x = any(self.quantizer(g, "x") for g in kept if "x" in OPERANDS[g])
         return replace(
             self,

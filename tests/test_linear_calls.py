@@ -88,6 +88,19 @@ def test_microbatches_share_all_but_the_signs_of_wgrad() -> None:
     assert relative_error(found[1]["dw"], expected_dw) < BOUND[torch.float32]  # type: ignore
 
 
+def test_repeated_calls_multiply_the_same_w() -> None:
+    """W is quantized once a step, whichever call comes first; X is rounded anew in each."""
+    p, noisy = problem(), Quantizer(rule="ceil", rounding="stochastic")
+
+    def outputs(fprop: GemmRecipe) -> list[torch.Tensor]:
+        recipe = Recipe("noisy", fprop=fprop)
+        calls = [Call(Key(SEED, STEP), 0, repeat) for repeat in (0, 1)]
+        return [quantized_linear(p.x, p.w, None, recipe, call=call) for call in calls]
+
+    assert torch.equal(*outputs(GemmRecipe(None, noisy)))
+    assert not torch.equal(*outputs(GemmRecipe(noisy, None)))
+
+
 @pytest.mark.parametrize("signs", ["random", "fixed", "none"])
 def test_a_forward_transform_is_turned_back(signs: Any) -> None:
     """A Hadamard in fprop with double quantization: dgrad and wgrad take W and X in their own
@@ -172,6 +185,15 @@ def test_bias(name: str, dtype: torch.dtype) -> None:
     plain = linear(p.x, p.w, recipe=small_recipe(name))
     y = linear(p.x, p.w, 64 * p.bias, recipe=small_recipe(name))
     assert relative_error(y, plain.double() + 64 * p.bias.double()) < BOUND[dtype]
+
+
+def test_the_bias_is_added_before_y_is_rounded() -> None:
+    """1 + 2^-9 and 3/8 of BF16's last place round to the next number together, and to 1 apart."""
+    x, w = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    x[:, 0], x[:, 1], w[:, :2] = 1.0, 2.0**-9, 1.0
+    bias = torch.full((64,), 0.375 * 2.0**-7, dtype=torch.bfloat16)
+    y = quantized_linear(x, w, bias, get_recipe("mxfp4-rht-sr"))
+    assert (y == 1 + 2.0**-7).all() and (x[:, 0] + bias == 1).all()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -172,6 +172,7 @@ def test_phases_follow_one_another(progress: float, held: int) -> None:
     recipe = replace(get_recipe("tetrajet"), phases=(Phase(0.5, fp8), Phase(0.8, BF16)))
     assert recipe.in_turn == (recipe, fp8, BF16)
     assert recipe.at(progress) is recipe.in_turn[held]
+    assert recipe.shares == pytest.approx([0.5, 0.3, 0.2])
 
 
 def test_a_phase_and_layers_take_a_recipe_and_no_name() -> None:

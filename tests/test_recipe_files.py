@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.recipe import HIGH_PRECISION
 from megatron_fp4.recipes import content
-from megatron_fp4.recipes.assignment import recipes_of_layers
+from megatron_fp4.recipes.assignment import recipe_for, recipes_of_layers
 from megatron_fp4.recipes.files import recipe_of_fields
 
 
@@ -171,6 +172,26 @@ def test_layers_by_place_and_by_name(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(f"{text}name: mine\n")
     assert load(tmp_path, "base: base.yaml\nname: mine\n").layers == recipe.layers
     assert load(tmp_path, "base: base.yaml\nlayers: []\n").layers == ()
+
+
+def test_the_last_glob_that_names_a_linear_decides() -> None:
+    """Before the layers that --first-last-layers-bf16 keeps; among globs whatever they ask for."""
+    whole, own = get_recipe("tetrajet"), get_recipe("fp8")
+    args = Namespace(
+        first_last_layers_bf16=True,
+        num_layers=6,
+        num_layers_at_start_in_bf16=1,
+        num_layers_at_end_in_bf16=2,
+    )
+    modules = [("*.layers.2.*", own), ("*.linear_fc1", None), ("*.layers.[05].mlp.*_fc1", own)]
+
+    def followed(linear: str) -> list[Recipe | None]:
+        names = [(f"decoder.layers.{number}.mlp.{linear}", number + 1) for number in range(6)]
+        return [recipe_for(name, number, whole, modules, args) for name, number in names]
+
+    assert followed("linear_fc1") == [own, None, None, None, None, own]
+    assert followed("linear_fc2") == [None, whole, own, whole, None, None]
+    assert recipe_for("output_layer", None, whole, modules, args) == whole
 
 
 def test_outliers_are_hot_channels_in_their_form(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ RECIPES = (
     replace(MEAN, name="forward", backward="forward"),
     replace(MEAN, name="rows", fprop=GemmRecipe(VECTOR, VECTOR), backward="forward"),
     replace(MEAN, name="wgrad alone", fprop=GemmRecipe()),
+    replace(MEAN, name="wgrad of a gathered dY", dgrad=GemmRecipe()),
     replace(MEAN, name="fprop alone", wgrad=GemmRecipe(), dgrad=GemmRecipe()),
     HOT,
     replace(HOT, name="hot, raw", backward="raw"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,18 @@ def test_mean_over_a_bin(k: float, mean: float) -> None:
     n = 1 << 20
     x = (torch.arange(n, dtype=torch.float64) + 0.5) / n / 2  # the bin [0, .5]
     assert float(Estimator(k=k).factor(x).mean()) == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize(("beyond", "slope"), [("zero", 0.0), ("one", 1.0)])
+def test_what_the_rounding_of_a_scale_puts_beyond_the_largest_is_not_clipped(
+    beyond: Any, slope: float
+) -> None:
+    """A block's maximum, divided by a rounded scale, may be a few last bits above 6."""
+    scaled = torch.tensor([6.0, 6 * (1 + 2.0**-20), 6 * (1 + 2.0**-16), 7.0])
+    for sign in (1, -1):
+        within = Estimator(beyond=beyond).factor(sign * scaled)
+        assert within[:2].tolist() == pytest.approx([0.2, 0.2], abs=1e-5)  # 1 / k, as at 6
+        assert within[2:].tolist() == [slope, slope]
 
 
 @pytest.mark.parametrize(("k", "clip"), [(0.5, 3.0), (0.0, 3.0), (5.0, 0.0), (float("nan"), 3.0)])

@@ -56,6 +56,25 @@ def test_a_resumed_run_is_the_same_bit_for_bit(moments: Moments) -> None:
         assert all(map(torch.equal, second, whole)) is not drops
 
 
+@pytest.mark.parametrize("has_group_s", [True, False])
+def test_settings_are_loaded_without_moments(has_group_s: bool) -> None:
+    """Options and the number of steps are those of the file; moments stay the optimizer's own."""
+    other, own = low_bit(weights(), Moments(), lr=0.5), low_bit(weights(), Moments())
+    train(other, range(5))
+    train(own, range(2))
+    file = saved(other)
+    file["param_groups"][1]["weight_decay"] = 0.25
+    for group in [] if has_group_s else file["param_groups"]:
+        del group["step"]  # torch's AdamW has none there
+    codes = [own.state[p][key].clone() for p in parameters(own) for key in Moments().forms]
+    own.load_settings(file)
+    assert [int(own.state[p]["step"]) for p in parameters(own)] == [5] * 4
+    assert [group["lr"] for group in own.param_groups] == [1e-2 / 1.4] * 2
+    assert [group["weight_decay"] for group in own.param_groups] == [0.1, 0.25]
+    kept = [own.state[p][key] for p in parameters(own) for key in Moments().forms]
+    assert all(map(torch.equal, kept, codes))
+
+
 def test_float32_runs_begin_and_end_it() -> None:
     """AdamW's state is rounded once, to nearest; AdamW goes on from what is decoded."""
     params = weights()

@@ -133,6 +133,17 @@ def test_bounds_are_interpolated_in_float64_without_fusing(dtype: torch.dtype) -
     assert others  # negative control
 
 
+@pytest.mark.parametrize(
+    ("scope", "shape"), [("token", (2, 40_000)), ("channel", (40_000, 2)), ("tensor", (200, 200))]
+)
+def test_lines_longer_than_16_bits_count(scope: Scope, shape: tuple[int, int]) -> None:
+    x = normal(shape, 9)
+    clamped, residual = OutlierClamp(0.99, scope).split(x)
+    assert gap(clamped, by_numpy(x, 0.99, scope)) < 1e-6
+    assert torch.equal(residual.dense(), x - clamped) and residual.places.dtype == torch.int32
+    assert int(residual.places.max()) > 32_767
+
+
 def test_zeros_keep_their_signs() -> None:
     """Also where the bound is a zero of the other sign, or is rounded to one."""
     tiny = 2.0**-133  # BF16's smallest number

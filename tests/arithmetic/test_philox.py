@@ -150,6 +150,15 @@ def test_random_bits_are_keyed_by_all_it_names() -> None:
     assert all(not torch.equal(base.bits16(like), other.bits16(like)) for other in others)
 
 
+def test_kernels_take_the_words_as_integers_of_32_bits() -> None:
+    """The step, the seed's low word and its high one, with the same bits."""
+    numbers = (0x89ABCDEF, 0x01234567, 0xFEDCBA98)
+    step, low, high = (torch.tensor(n).to(torch.int32).item() for n in numbers)
+    seed = numbers[2] << 32 | numbers[1]
+    assert Key(seed, numbers[0]).signed_words == (step, low, high)
+    assert Key(seed, torch.tensor(5)).signed_words == (0, low, high)  # read when bits are drawn
+
+
 def test_signs_are_single_bits_of_the_draw() -> None:
     signs = random_signs(300, Key(9, 5), 77, draw=6)
     for i in range(300):

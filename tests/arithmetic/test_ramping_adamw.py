@@ -125,6 +125,21 @@ def test_a_snapshot_before_the_first_step_leaves_no_state() -> None:
     assert all(map(torch.equal, params, theirs))
 
 
+def test_a_snapshot_keeps_what_others_have_in_a_state_and_no_moments_that_came_later() -> None:
+    """A weight may have an average before its first step. Its periods are not the snapshot's."""
+    params = weights()
+    optimizer = RampingAdamW(params, **OPTIONS)
+    optimizer.ramp(params[0])
+    optimizer.state[params[0]]["fp4_average"] = params[0].detach().clone()
+    snapshot = Snapshot(optimizer)
+    train(optimizer, range(3))
+    optimizer.state[params[0]]["fp4_average"] += 1
+    snapshot.restore()
+    assert list(optimizer.state) == [params[0]]
+    assert set(optimizer.state[params[0]]) == {"fp4_average", SUM, COUNT, PERIOD}
+    assert torch.equal(optimizer.state[params[0]]["fp4_average"], weights()[0])
+
+
 def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
     whole, first = weights(), weights()
     straight, optimizer = ramping(whole), ramping(first)
@@ -213,6 +228,17 @@ def test_the_number_of_steps_is_in_the_groups_too() -> None:
     resumed.load_state_dict(found)
     train(resumed, range(7, 9))
     assert {float(state["step"]) for state in resumed.state.values()} == {9.0}
+
+
+def test_a_weight_that_had_no_gradient_at_first_does_not_hold_the_groups_number_back() -> None:
+    params = weights()
+    optimizer = ramping(params)
+    train(optimizer, range(7))
+    params[1].grad = normal((33,), 1)
+    params[2].grad = None
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params[1:]] == [8, 7]
+    assert optimizer.param_groups[1]["step"] == 8
 
 
 def test_what_is_refused() -> None:

@@ -143,6 +143,15 @@ def test_mse_of_float64_where_scales_are_clamped() -> None:
     assert q.scales.flatten().tolist() == [254, 0]
 
 
+def test_mse_counts_an_error_to_the_nearest_unit() -> None:
+    """Of 7 + e both scales err by 1 within 2 e. In units of 2^-18 that is no difference for e of
+    2^-21, a quarter of a unit, and a tie takes the smaller scale; cut off, the errors would differ.
+    For e of 2^-19 it is one unit either way."""
+    x = torch.zeros(2, 32)
+    x[:, 0] = 7 + torch.tensor([2.0**-21, 2.0**-19])
+    assert quantize(x, Quantizer(rule="mse")).scales[:, 0].tolist() == [127, 128]
+
+
 def test_log2_and_a_sixth_are_told_apart() -> None:
     """Negative control: ceil(log2(M / 6)) in float32, which methods write down, differs from the
     exact rule beside 1.5 * 2^e."""
@@ -240,6 +249,17 @@ def test_nvfp4_extremes_stay_finite(name: str, maximum: float) -> None:
     assert q.scales[1].tolist() == [0, 0]
     if maximum >= 1e-38:
         assert decoded[0, 3].item() == pytest.approx(maximum, rel=0.07)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-17-16", "nvfp4-four-over-six", "nvfp4-sr"])
+def test_a_block_whose_scale_is_rounded_to_zero_has_codes_of_zero(name: str) -> None:
+    """Its elements are not the largest ones, as if they were divided by zero."""
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16:20] = 1.0, torch.tensor([1e-9, -1e-9, 1e-12, 0.0])
+    q = quantize(x, name, seed=1 if name.endswith("-sr") else None)
+    assert q.scales[0, 1].item() == 0 < q.scales[0, 0].item()
+    assert {code & 7 for code in codes_of(q)[0][16:]} == {0}
+    assert (q.dequantize()[0, 16:] == 0).all()
 
 
 def test_four_over_six_takes_the_smaller_error() -> None:

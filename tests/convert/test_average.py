@@ -89,6 +89,13 @@ def test_checkpoints_are_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert not key.startswith("optimizer")
         exact = torch.stack([run.tensor(key).double() for run in opened]).sum(0) / 3
         assert torch.equal(mean.tensor(key), rounded(exact, torch.bfloat16))
+    unequal = ("--weights", "1", "3", "12")
+    assert main(["average", *words, "--output", str(tmp_path / "unequal"), *unequal]) == 0
+    found = Checkpoint(find(tmp_path / "unequal"))
+    for key in found.tensors:
+        first, second, third = (run.tensor(key).double() for run in opened)
+        exact = (first + 3 * second + 12 * third) / 16
+        assert torch.equal(found.tensor(key), rounded(exact, torch.bfloat16))
     large = ("--weights", *[str(2.0**1023)] * 3)  # their sum is no float64
     assert main(["average", *words, "--output", str(tmp_path / "large"), *large]) == 0
     again = Checkpoint(find(tmp_path / "large"))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fp4.convert import keys, shards
 from megatron_fp4.convert.command import main
+from megatron_fp4.convert.metadata import TensorInfo
 from megatron_fp4.convert.torch_dist import COMMON, TRACKER, Checkpoint, find
 from testing.worlds.checkpoint_contents import contents, weights
 from testing.worlds.checkpoints import EP2, PP2, SHARDED, TETRAJET, TP2_SP, again, good, told
@@ -169,6 +170,20 @@ def test_shards_are_those_of_megatron(folder: Path, name: str, sizes: tuple[int,
             found += 1
         assert len(list(shards.shards(key, info, layout))) == len(source.chunks(key))
     assert found > 36
+
+
+def test_ranks_are_numbered_by_tensor_then_expert_then_stage() -> None:
+    """The gated fc1 [16, 8] of experts, two tensor-parallel ranks by two of experts by two stages:
+    a rank has rows of the gate and, 8 rows below them, of the up projection."""
+    layout = shards.ParallelSizes(tensor=2, pipeline=2, expert=2, layers=4, gated=True)
+    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    parts = list(shards.shards(key, TensorInfo((4, 4, 16, 8), torch.bfloat16), layout))
+    rank_of = {offset: rank for rank, (offset, shape) in parts if shape == (1, 1, 4, 8)}
+    assert len(rank_of) == len(parts) == 4 * 4 * 4
+    firsts = {(0, 0): 0, (1, 1): 0, (0, 2): 2, (1, 3): 2, (2, 0): 4, (3, 1): 4, (2, 3): 6}
+    for (layer, expert), first in firsts.items():
+        ranks = [rank_of[layer, expert, row, 0] for row in (0, 4, 8, 12)]
+        assert ranks == [first, first + 1, first, first + 1]
 
 
 @pytest.mark.outside

@@ -5,12 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -125,6 +127,48 @@ def test_one_microbatch_in_flight_under_a_pipeline_is_noticed(
     for step in EAGER:
         if step.layout.pp > 1:
             assert peak(step) < 0.9 * step.row["peak_gib"]
+
+
+@pytest.mark.parametrize("microbatches", [4, 8, 64])
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+def test_microbatches_in_flight_are_those_of_megatron_s_schedules(
+    vpp: int, microbatches: int
+) -> None:
+    """Those of its warm-up, and one more where any are left."""
+    pp, layers = 4, 4 * vpp
+    layout = Layout(pp, pp=pp, vpp=vpp, batch=microbatches)
+    for stage in stages(replace(SMALL, layers=layers), layout):
+        ranks = SimpleNamespace(size=lambda: pp, rank=lambda rank=stage.rank: rank)
+        chunks = vpp if vpp > 1 else None
+        place = SimpleNamespace(pp_group=ranks, virtual_pipeline_model_parallel_size=chunks)
+        *_, warm_up, left = get_pp_rank_microbatches(microbatches, vpp, pp, p2p_communicator=place)
+        assert memory.in_flight(layout, stage) == warm_up + (left > 0)
+
+
+def test_recomputation_keeps_the_input_of_each_layer_and_one_layer_s_tensors() -> None:
+    """The layer whose backward pass runs has all that it saves; of the others there is the input,
+    and of the first stage the embedding's output."""
+    model = replace(SMALL, vocabulary=8, vocabulary_multiple=8)  # whose logits are small
+    layout, target = Layout(1, batch=8), target_of(torch.device("cpu"))
+    again, recipe = replace(layout, recompute=True), recipe_named("tetrajet")
+    [stage] = stages(model, layout)
+    one, other = (memory.memory(model, x, recipe, target, stage) for x in (layout, again))
+    saved = memory.LayerPlans(model, layout, recipe, target).saved(False)
+    each = 2 * model.sequence * model.hidden
+    assert one.activations == model.layers * saved + each
+    assert other.activations == (model.layers + 1) * each < one.activations / 2
+    assert other.temporary == one.temporary + saved
+
+
+def test_a_distributed_optimizer_spreads_experts_over_their_own_copies() -> None:
+    """Of 8 data-parallel ranks by 4 of experts two have a copy of each expert."""
+    model = replace(SMALL, experts=8, expert_ffn=64)
+    layout = Layout(8, ep=4, batch=8, sharded=True)
+    [stage] = stages(model, layout)
+    held = parameters(model, layout, stage)
+    assert held.experts > held.dense / 4
+    _, _, optimizer = memory.states(model, layout, recipe_named("tetrajet"), stage)
+    assert optimizer == 12 * held.dense / 8 + 12 * held.experts / 2
 
 
 def test_weights_that_are_gathered_as_codes() -> None:

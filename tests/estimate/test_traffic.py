@@ -154,6 +154,24 @@ def test_a_linear_at_a_thousand_ranks_sends_over_the_network_once_in_a_host() ->
     assert traffic.network_share("send", "pipeline", layout) == 1
 
 
+@pytest.mark.parametrize("ep", [2, 4, 8, 16])
+def test_what_experts_send(ep: int) -> None:
+    """Rank r of 64, 8 to a host, has the experts of rank r % ep. A rank sends as many of its tokens
+    to each rank of its group; the gradients of experts go over the ranks that have the same."""
+    model = Model(2, 64, 160, 4, 2, 16, 512, 64, experts=16, expert_ffn=128, top_k=4)
+    layout = Layout(64, 8, ep=ep, micro_batch=2, batch=128)
+    group = [rank for rank in range(64) if rank // ep == 0]
+    away = [rank for rank in group if rank // 8 != 0]
+    share = traffic.network_share("all-to-all", "expert", layout)
+    assert share == pytest.approx(len(away) / (ep - 1))
+    copies = [rank for rank in range(64) if rank % ep == 0]
+    on_host = [rank for rank in copies if rank < 8]
+    assert traffic.ranks_of("expert data", layout) == (len(copies), len(on_host))
+    tokens = 2 * 64 * 4 * (ep - 1) / ep  # those that do not stay, to 4 experts each
+    there_and_back = traffic.of_experts(model, layout)
+    assert [each.sent for each in there_and_back] == [pytest.approx(tokens * 64 * 2)] * 2
+
+
 def test_weights_that_are_gathered_as_codes() -> None:
     """Those of linears take 4.25 bits, all others 16; expert weights among their own ranks."""
     model = Model(2, 64, 160, 4, 2, 16, 512, 64, experts=4, expert_ffn=128, moe_every=2)

@@ -258,7 +258,7 @@ def test_a_field_that_its_version_had_not_got_had_its_default(field: str) -> Non
     compare(saved, parse(*WAS.split()))
 
 
-LATE = "--fp4-bf16-after 0.5"
+LATE = "--fp4-bf16-after 0.75"
 
 
 @pytest.mark.parametrize(
@@ -268,11 +268,11 @@ LATE = "--fp4-bf16-after 0.5"
         (
             {"bf16_after": None, "bf16_gemms": ["fprop", "dgrad", "wgrad"]},
             LATE,
-            "phases was none and is after 0.5",
+            "phases was none and is after 0.75",
         ),
-        ({"bf16_after": 0.5, "bf16_gemms": ["fprop", "dgrad", "wgrad"]}, LATE, None),
-        ({"bf16_after": 0.5, "bf16_gemms": ["dgrad"]}, f"{LATE} --fp4-bf16-gemms dgrad", None),
-        ({"bf16_after": 0.5, "bf16_gemms": ["dgrad"]}, LATE, "phases.1.recipe.fprop.a"),
+        ({"bf16_after": 0.75, "bf16_gemms": ["fprop", "dgrad", "wgrad"]}, LATE, None),
+        ({"bf16_after": 0.75, "bf16_gemms": ["dgrad"]}, f"{LATE} --fp4-bf16-gemms dgrad", None),
+        ({"bf16_after": 0.75, "bf16_gemms": ["dgrad"]}, LATE, "phases.1.recipe.fprop.a"),
     ],
 )
 def test_an_older_version_s_return_to_bf16_is_a_phase(
@@ -297,7 +297,7 @@ def test_methods_come_and_go_beside_phases(method: str) -> None:
         parse(*f"--fp4-recipe {r} --seed 5 {late}".split()) for r in ("tetrajet", method)
     )
     compare(saved, launch)
-    with pytest.raises(ConfigError, match="phases was after 0.5 and is none"):
+    with pytest.raises(ConfigError, match="phases was after 0.75 and is none"):
         compare(saved, parse(*f"--fp4-recipe {method} --seed 5".split()))
 
 

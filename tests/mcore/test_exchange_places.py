@@ -58,6 +58,8 @@ def test_gradients_that_tensor_parallel_ranks_sum_have_a_part_for_each_rank(
     setattr(chunk.norm.bias, name, True)
     every = found(chunk)
     assert every["norm.bias"] == Place(32 + 5, 5, 5) and every["norm.weight"] == Place(48, 5, 5)
+    # The optimizer's state, whose copies have to stay alike, draws the same bits on both.
+    assert places.place_in(chunk.norm.bias) == Place(0, 5, 5)
 
 
 def test_a_sharded_weight_lies_where_the_whole_one_does(second_of_two: None) -> None:

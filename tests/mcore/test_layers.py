@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_fp4 import ConfigError, Quantizer, get_recipe
-from megatron_fp4.arithmetic.philox import Placement
+from megatron_fp4.arithmetic.philox import Key, Placement, random_bits16
 from megatron_fp4.execution import backward, forward, making
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Counters, Run
+from megatron_fp4.mcore.model.shards import column_parallel_placements, row_parallel_placements
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from testing.worlds.launch import OVERLAP, train
 from tests.mcore.test_run import BATCH, MICROBATCHES, SEQUENCE, run_of
@@ -120,6 +122,25 @@ def test_microbatches_round_as_one_of_all_their_sequences(one_rank: None) -> Non
     assert not torch.equal(apart[1][:, 0], apart[1][:, BATCH])  # the same dY, other bits
 
 
+@pytest.mark.parametrize("ranges", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_draws_the_bits_of_its_part_of_the_whole(ranks: int, ranges: int) -> None:
+    """Of W [64, 16] and dY [3, 64] of a column-parallel linear, in each of the ranges a part; and
+    of W [16, 64] and X [3, 64] of a row-parallel one."""
+    key, length, cpu = Key(3, 5), 64 // (ranks * ranges), torch.device("cpu")
+    tall, wide, tokens = (random_bits16(*s, key, 7) for s in ((64, 16), (16, 64), (3, 64)))
+    for rank in range(ranks):
+        own = torch.arange(64).view(ranges, ranks, length)[:, rank].flatten()
+        place = column_parallel_placements(rank, ranks, length, ranges, cpu)
+        part = random_bits16(len(own), 16, key, 7, place["w"])
+        assert torch.equal(part, tall[own])
+        assert torch.equal(random_bits16(3, len(own), key, 7, place["dy"]), tokens[:, own])
+        own = torch.arange(64).view(ranks, -1)[rank]
+        place = row_parallel_placements(rank, ranks, len(own), cpu)
+        assert torch.equal(random_bits16(16, len(own), key, 7, place["w"]), wide[:, own])
+        assert torch.equal(random_bits16(3, len(own), key, 7, place["x"]), tokens[:, own])
+
+
 # --- W's operands ------------------------------------------------------------------------------
 
 
@@ -141,6 +162,9 @@ def changed(how: str, run: Run, w: torch.nn.Parameter) -> None:
     if how == "optimizer step":  # writes past the version counter, as Megatron's do
         w.data.mul_(3)
         run.args.curr_iteration += 1
+    elif how == "calibration step":  # whose number no argument of Megatron's has
+        w.data.mul_(3)
+        run.calibrate(1)
     elif how == "evaluation after an update":  # of the step that the update ended
         w.data.mul_(3)
     elif how == "checkpoint load":
@@ -149,7 +173,7 @@ def changed(how: str, run: Run, w: torch.nn.Parameter) -> None:
         module.load_state_dict({"weight": 3 * w.detach()})
 
 
-CHANGES = ["optimizer step", "evaluation after an update", "checkpoint load"]
+CHANGES = ["optimizer step", "calibration step", "evaluation after an update", "checkpoint load"]
 
 
 @pytest.mark.parametrize("how", CHANGES)
@@ -176,6 +200,19 @@ def test_an_evaluation_of_averaged_weights_follows_one_of_the_trained(one_rank: 
     assert torch.equal(averaged, step(fresh, state(fresh), w)) and not torch.equal(
         averaged, trained
     )
+
+
+def test_an_evaluation_keeps_the_mean_of_x(one_rank: None) -> None:
+    """Later tokens have a part in the mean, which an evaluation must not see."""
+    kept = get_recipe("mxfp4")
+
+    def outputs(recipe: Recipe, training: bool) -> Tensor:
+        run = run_of(recipe, curr_iteration=0)
+        return step(run, state(run), weight(), training)
+
+    subtracted = replace(kept, x_mean="subtracted")
+    assert torch.equal(outputs(subtracted, training=False), outputs(kept, training=False))
+    assert not torch.equal(outputs(subtracted, training=True), outputs(kept, training=True))
 
 
 @pytest.mark.parametrize("how", ["optimizer step", "checkpoint load"])
@@ -255,15 +292,23 @@ def test_an_expert_takes_any_number_of_tokens(one_rank: None, recipe: str, token
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(("ranks", "tensor_ranks"), [(4, 1), (2, 2)])
 def test_copies_and_microbatches_of_an_expert_share_no_row(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
+    ranks: int, tensor_ranks: int, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight data-parallel ranks, four of which share the experts: two copies of each."""
-    sizes = {"data_parallel": 8, "expert_model_parallel": 4, "expert_data_parallel": 2}
+    sizes = {
+        "data_parallel": 8,
+        "expert_model_parallel": ranks,
+        "expert_tensor_parallel": tensor_ranks,
+        "expert_data_parallel": 2,
+    }
     for name, size in sizes.items():
         monkeypatch.setattr(parallel_state, f"get_{name}_world_size", lambda size=size: size)
-    run = run_of(micro_batch_size=BATCH, seq_length=SEQUENCE)
-    most = BATCH * SEQUENCE * 4  # every token of the ranks that send to an expert
+    length = 1024  # so long that the room for padding has none for another rank's tokens
+    run = run_of(micro_batch_size=BATCH, seq_length=length)
+    # Every token of the ranks that send to an expert, and rows that fill a block of 1,024.
+    most = BATCH * length * 4 + 1023
     rows = []
     for copy in range(2):
         monkeypatch.setattr(parallel_state, "get_expert_data_parallel_rank", lambda c=copy: c)

@@ -117,9 +117,37 @@ def test_an_evaluation_alone_is_the_one_that_ended_the_training(one_rank: None) 
     assert counters_of(run_of(iteration=0))[0] == Counters(0, 0)
 
 
+def test_an_evaluation_reads_the_weights_that_the_step_before_it_left(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have the number of that step. Once for all of its microbatches, as in training."""
+    run, gathered = run_of(curr_iteration=4), list[str]()
+    monkeypatch.setattr(run.weight_states, "gather", lambda: gathered.append("averages"))
+    monkeypatch.setattr(run.sent_weights, "refresh", lambda: gathered.append("codes"))
+    step = run.counting(lambda data, model: None)
+    epochs = []
+    for training in (True, False, True):
+        for _ in range(2):
+            step(iter(()), types.SimpleNamespace(vp_stage=None, training=training))
+            epochs.append(run.epoch)
+        assert gathered == ["averages", "codes"]
+        gathered.clear()
+    assert epochs == [1, 1, 2, 2, 3, 3]
+
+
 def test_the_key_is_seed_and_step() -> None:
     run = run_of()
     assert run.key(Counters(3, 1)) == run.key(Counters(3, 2)) == Key(2**40 + 7, 3)
+
+
+def test_each_step_of_a_calibration_has_a_key_of_its_own() -> None:
+    """Step k of the calibration before step s draws as step 2^31 + s + k: docs/numerics.md."""
+    run = run_of()
+    for number in (0, 1, 29):
+        run.calibrate(number)
+        assert run.key(Counters(40, 1)) == Key(2**40 + 7, 2**31 + 40 + number)
+    run.calibrate(None)
+    assert run.key(Counters(40, 1)) == Key(2**40 + 7, 40)
 
 
 def test_a_phase_begins_at_its_share_of_the_iterations() -> None:

@@ -108,6 +108,16 @@ def test_scales_that_are_folded_into_dy_wait_for_x_alone() -> None:
     assert not plan("dge-occ").late and not plan("tetrajet", sharding=COLUMN).late
 
 
+@pytest.mark.parametrize(("w", "folds"), [(NV, True), (replace(NV, tensor_max=0.0), False)])
+def test_an_outer_scale_of_decoded_w_goes_into_a_wide_dy(w: Quantizer, folds: bool) -> None:
+    """dgrad reads W's elements times block scales, which are BF16 numbers; a tensor scale is not
+    one, and its product with dY stays in float32."""
+    made = plan(Recipe("decoded", fprop=GemmRecipe(w, w), backward="forward"))
+    assert made.dgrad is not None and made.dgrad.b.source == "values"
+    assert made.dgrad.a.folds == folds
+    assert made.dgrad.product.a == (torch.float32 if folds else torch.bfloat16)
+
+
 def test_dy_is_read_once_for_both_directions() -> None:
     made = plan("tetrajet")
     [together] = [making for making in made.backward if len(making.operands) == 2]

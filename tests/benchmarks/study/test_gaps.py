@@ -55,6 +55,8 @@ def test_rounding_seeds_are_averaged_before_seeds_are_compared() -> None:
     found = gap(rows, CELL, "tetrajet", "bf16")
     assert found is not None and found.by_seed == pytest.approx({1: 0.3, 2: 0.1})
     assert found.mean == pytest.approx(0.2)  # the control: over all runs it is 0.25
+    other = gap(rows, CELL, "bf16", "tetrajet")
+    assert other is not None and other.by_seed == pytest.approx({1: -0.3, 2: -0.1})
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,8 @@ def test_rounding_seeds_are_averaged_before_seeds_are_compared() -> None:
         ({1: -0.10, 2: -0.14}, "lower"),
         ({1: 0.01, 2: 0.04}, "within the spread"),
         ({1: -0.5, 2: 0.5}, "within the spread"),
+        ({1: 0.25, 2: 0.75}, "within the spread"),  # no larger than the spread, and as large
+        ({1: -0.25, 2: -0.75}, "within the spread"),
     ],
 )
 def test_nothing_is_said_about_less_than_the_spread(by_seed: dict[int, float], says: str) -> None:
