@@ -111,6 +111,9 @@ def test_methods_of_options_do_not_reach_layers(
     text = f"base: tetrajet\nlayers: [{{last: 1, recipe: bf16}}, {{first: 1, recipe: {own}}}]\n"
     with pytest.raises(ConfigError, match=f"layers that follow .*the option {option} does not rea"):
         load(tmp_path, text, **{option: value})
+    (tmp_path / "base.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"layers that follow .*the option {option} does not rea"):
+        load(tmp_path, f"base: base.yaml\noptions: {{{option}: {value}}}\n")
     for other in ("bf16", "fp8"):
         recipe = load(tmp_path, f"base: tetrajet\nlayers: [{{last: 1, recipe: {other}}}]\n",
                       **{option: value})  # fmt: skip

@@ -104,10 +104,10 @@ def run(args: argparse.Namespace) -> str:
     element = _element(args)
     moments = None if args.optimizer_state is None else Moments.read(args.optimizer_state)
     shown = "".join(
-        title + show(compile_plan(each, _setting_of(each, setting)), moments)
+        title + show(compile_plan(each, _setting_of(each, recipe, setting)), moments)
         for title, each in titled(recipe)
     )
-    first = compile_plan(recipe, _setting_of(recipe, setting))
+    first = compile_plan(recipe, _setting_of(recipe, recipe, setting))
     return shown + show_exchange(first, args.dp, element)
 
 
@@ -153,9 +153,11 @@ def _element(args: argparse.Namespace) -> str | None:
     return element
 
 
-def _setting_of(recipe: Recipe, setting: Setting) -> Setting:
-    """`setting` as it is for this recipe. W comes as codes if nothing else of it is multiplied."""
-    return setting if reader_of_w(recipe) is None else replace(setting, sent_w=False)
+def _setting_of(part: Recipe, recipe: Recipe, setting: Setting) -> Setting:
+    """`setting` as it is for a part of `recipe`. W comes as codes if neither the part nor another
+    phase of the same linears multiplies anything else of it."""
+    whole = next(each for each in recipe.followed if part in each.in_turn)
+    return setting if reader_of_w(whole) is None else replace(setting, sent_w=False)
 
 
 def check_sizes_of_flags(

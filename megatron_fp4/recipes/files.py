@@ -32,7 +32,7 @@ from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Layers, Phase, Recipe
-from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed
+from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed, with_options
 
 # The keys whose values are mappings of the fields of a type.
 _PARTS = {
@@ -157,7 +157,7 @@ def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path,
     found = path.parent / name
     if found.resolve() in (chain := (*above, path.resolve())):
         raise ConfigError(f"{name} is built on this file itself")
-    return load_recipe_file(found, options, chain)
+    return with_options(name, options, lambda own: load_recipe_file(found, own, chain))
 
 
 def _entry(

@@ -88,13 +88,24 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
         raise ConfigError(f"a recipe goes by a name or a path, not by {name!r}")
     name = os.fspath(name)
     name = ALIASES.get(name, name)
-    given = [(method, _taken(method, name, options)) for method in _METHODS]
-    recipe = _found(name, options)
+    return _shared(with_options(name, options, lambda own: _found(name, own)))
+
+
+def with_options(
+    name: str, options: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Recipe]
+) -> Recipe:
+    """What `find` makes of the recipe's own options, with the methods that the others give it.
+
+    name: for messages. Raises ConfigError where an option would be ignored, or is out of range.
+    """
+    own = dict(options)
+    given = [(method, _taken(method, name, own)) for method in _METHODS]
+    recipe = find(own)
     for method, chosen in given:
         if chosen:
             _check_reach(method, next(iter(chosen)), recipe, name)
         recipe = method.with_options(recipe, chosen)
-    return _shared(recipe)
+    return recipe
 
 
 def _check_reach(method: Method, option: str, recipe: Recipe, name: str) -> None:

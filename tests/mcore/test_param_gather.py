@@ -90,6 +90,14 @@ LAYOUTS = {
         2,
         f"--fp4-recipe auto --fp4-recipe-option fp8_after=1 --num-layers 3 {BUCKETS}",
     ),
+    "averages of both kinds": (
+        2,
+        f"{EMA} --fp4-module-recipe *.linear_fc1={HERE / 'ema-of-raw-w.yaml'} {BUCKETS}",
+    ),
+    "some calibrated": (
+        2,
+        f"{TETRAJET} --fp4-module-recipe *.linear_fc1={HERE / 'ramping.yaml'} {BUCKETS}",
+    ),
     "some by another recipe": (2, f"{TETRAJET} --fp4-module-recipe *.linear_fc1=mxfp4 {BUCKETS}"),
 }
 QUICK = ("overlapped, in buckets", "average", "ends in FP8")
@@ -102,6 +110,9 @@ QUICK = ("overlapped, in buckets", "average", "ends in FP8")
 def test_codes_and_losses_are_those_of_the_plain_gather(name: str) -> None:
     found = check(*LAYOUTS[name])
     assert ("blocks are cut" in found.output) == name.startswith("cut blocks")
+    mixed = name.startswith("some ") and name != "some in BF16"
+    mixed |= name in ("ends in FP8", "averages of both kinds")
+    assert ("where W comes as codes, for dgrad alone" in found.output) == mixed
     if name == "overlapped, in buckets":  # 17 bytes for a block of 32; half of it leaves each rank
         elements = weights_in(found)
         codes, plain = (each * elements / 2 / 2**10 for each in (17 / 32, 2))

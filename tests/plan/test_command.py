@@ -336,3 +336,14 @@ def test_recipes_of_layers_are_checked_and_shown_with_their_phases(
     assert "after 0.5 of training" in printed(f"--recipe {path}")
     path.write_text("base: tetrajet\nlayers: [{last: 1, recipe: bf16}]\n")
     assert "recipe bf16" in printed(f"--recipe {path} --param-gather")
+
+
+def test_w_of_layers_is_judged_with_all_their_phases(
+    tmp_path: Path, printed: Callable[[str], str]
+) -> None:
+    """A launch gathers W of a linear as codes in all phases of its recipe, or in none."""
+    path, sent = tmp_path / "mine.yaml", "by the ranks that own W"
+    for late in ("tetrajet", "fp8"):
+        own = f"base: tetrajet, options: {{rule: floor}}, phases: [{{after: 0.5, recipe: {late}}}]"
+        path.write_text(f"base: tetrajet\nlayers: [{{last: 1, recipe: {{{own}}}}}]\n")
+        assert printed(f"--recipe {path} --param-gather").count(sent) == 1

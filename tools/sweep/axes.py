@@ -317,8 +317,8 @@ def draw(source: random.Random) -> Combination:
 
 @cache
 def line(center: Combination, axis: str) -> dict[str, Combination]:
-    """By value of the axis the combinations that differ from the center on this axis, and the
-    center itself. On other axes they differ only where the center's value contradicts the axis:
-    another format of scales has other rules, of which each has the first."""
+    """By value of the axis, of those that stars have, the combinations that differ from the center
+    on this axis, and the center itself. On other axes they differ only where the center's value
+    contradicts the axis: another format of scales has other rules, of which each has the first."""
     found = {value: replace(center, **{axis: value}) for value in drawn(center, axis)}
     return {value: settled(each) for value, each in found.items()}

@@ -26,7 +26,7 @@ from megatron_fp4.mcore.model.start_table import Row
 from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes
-from megatron_fp4.plan.owned_codes import reader_of_w, reads_average
+from megatron_fp4.plan.owned_codes import reads_average
 from megatron_fp4.recipes.assignment import recipe_for
 from megatron_fp4.streams import check_streams
 
@@ -122,9 +122,9 @@ def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]])
     A line is "" if it does not apply.
     """
     held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
-    sent = max(of_all(_gathered(run)))
-    yield start_lines.held_weights(run.keeps_w, held, sent.size > 0)
-    yield start_lines.gathered_weights(run.args, sent)
+    sent = {plan.fprop.b.is_sent for phases in plans for plan in phases if plan.recipe.quantized}
+    yield start_lines.held_weights(run.keeps_w, held, set().union(*of_all(sent)))
+    yield start_lines.gathered_weights(run.args, max(of_all(_gathered(run))))
     yield start_lines.weight_states(
         run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args
     )
@@ -216,7 +216,7 @@ def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> str
     else None.
     """
     recipe = recipe_for(name, number, run.recipe, run.module_recipes, run.args)
-    sends = recipe is not None and run.sends(layer.weight) and reader_of_w(recipe) is None
+    sends = recipe is not None and run.sends(layer.weight, recipe)
     reads = recipe is not None and reads_average(recipe, sends)
     average = run.weight_states.add(layer, name, number, recipe, reads)
     if recipe is None:

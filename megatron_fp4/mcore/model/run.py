@@ -28,6 +28,7 @@ from megatron_fp4.mcore.model.run_log import RunLog
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.monitor import NonFiniteMonitor
+from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.setting import KeepsW, fastest_of, keeps_w_of
 
@@ -246,11 +247,14 @@ class Run:
         """What is kept of W's operands (--fp4-weight-cache); see `Setting.keeps_w`."""
         return keeps_w_of(self.args.fp4_weight_cache)
 
-    def sends(self, weight: Tensor) -> bool:
-        """Whether the owners of this weight send it as codes and scales (--fp4-param-gather)."""
+    def sends(self, weight: Tensor, recipe: Recipe) -> bool:
+        """Whether the owners of this weight send it as codes and scales (--fp4-param-gather).
+
+        recipe: that of its linear.
+        """
         # Without an optimizer nothing is gathered, and every rank has the whole weight.
         gathers = self.args.fp4_gathers_codes and not self.args.skip_train
-        return bool(gathers and weight.requires_grad)
+        return bool(gathers and weight.requires_grad and reader_of_w(recipe) is None)
 
     @property
     def packs_x(self) -> bool:

@@ -7,7 +7,7 @@ Each function returns a line without an indent, or "" where there is nothing to 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_fp4.arithmetic.moments import Moments
@@ -44,12 +44,16 @@ class GatheredWeights(NamedTuple):
     plain_sent: int
 
 
-def held_weights(keeps: str | None, size: int, is_sent: bool) -> str:
+def held_weights(keeps: str | None, size: int, sent: Collection[bool]) -> str:
     """The line about W's operands that are held over a step.
 
-    keeps: see `Setting.keeps_w`. size: bytes on the rank with most. is_sent: whether W of fprop
-    comes as codes, so that linears quantize that of dgrad alone.
+    keeps: see `Setting.keeps_w`. size: bytes on the rank with most. sent: {True} if W of fprop
+    comes as codes, so that linears quantize that of dgrad alone, {False} if it does not, and both
+    if it does in some linears.
     """
+    if len(sent) > 1:
+        return f"{held_weights(keeps, size, {False})}; where W comes as codes, for dgrad alone"
+    is_sent = True in sent
     weights = "weights for dgrad" if is_sent else "weights"
     if keeps in (None, "remade") or (keeps == "fprop" and is_sent):
         twice = ", and again in its backward pass" if keeps == "remade" and not is_sent else ""
@@ -93,12 +97,11 @@ def weight_states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:
             f"no {' and '.join(names)} under --skip-train, which loads no optimizer state: "
             "rounding ema rounds to nearest here"
         )
-    kept = "as optimizer state"
-    if not size:
-        return f"{' and '.join(names)} of each weight in float32, as optimizer state, sharded"
-    if getattr(args, "use_distributed_optimizer", False):
-        kept = "as copies for linears to read, and as much as optimizer state, sharded"
-    return f"{' and '.join(names)} of each weight in float32: {_size(size)} on a rank, {kept}"
+    kept = f"{' and '.join(names)} of each weight in float32, as optimizer state"
+    if not getattr(args, "use_distributed_optimizer", False):
+        return f"{kept}: {_size(size)} on a rank"
+    copies = f"; linears read copies: {_size(size)} on a rank" if size else ""
+    return f"{kept}, sharded{copies}"
 
 
 def moments(args: Namespace) -> str:

@@ -28,8 +28,8 @@ def layers(args: Namespace) -> Iterator[str]:
     if args.save_tokens_per_expert_interval and not args.moe_grouped_gemm:
         # T/activation_logging.py saves what Transformer Engine's grouped linears take.
         yield (
-            "--save-tokens-per-expert-interval saves nothing of experts that run one after the "
-            "other: leave it out"
+            "--save-tokens-per-expert-interval saves nothing without experts in grouped GEMMs, "
+            "which are not supported: leave it out"
         )
     alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
     if alltoall and args.expert_model_parallel_size > 1 and args.distributed_backend == "gloo":
@@ -62,7 +62,7 @@ def _fp8_input(args: Namespace) -> Iterator[str]:
         yield (
             f"{flag} needs a SwiGLU that is fused: by Megatron on a GPU, without "
             "--no-bias-swiglu-fusion, or in linears that follow recipes, without "
-            "--fp4-fused-kernels off"
+            "--fp4-fused-kernels off, --save-activations-interval and --save-dgrads-interval"
         )
 
 

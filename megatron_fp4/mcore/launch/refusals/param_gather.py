@@ -17,8 +17,8 @@ def gathered_codes(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
     if not (args.fp4_param_gather or args.fp4_gathers_codes):
         return
     if (why := refusal(recipes, "--fp4-param-gather")) is not None:
-        first = replace(recipes[0], phases=())
-        if args.fp4_bf16_after is not None and reader_of_w(first) is None:
+        early = [reader_of_w(replace(recipe, phases=())) for recipe in recipes]
+        if args.fp4_bf16_after is not None and None in early:
             yield (
                 "--fp4-param-gather does not support --fp4-bf16-after, after which fprop "
                 "multiplies W in high precision: add --fp4-bf16-gemms dgrad wgrad, or leave "
