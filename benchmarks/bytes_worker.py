@@ -40,6 +40,7 @@ from megatron_fp4.execution import backward, forward  # noqa: E402
 from megatron_fp4.mcore.model import attach as attaching  # noqa: E402
 from megatron_fp4.mcore.model.run import Run  # noqa: E402
 from testing.builders import small_gpt  # noqa: E402
+from testing.builders.launch_arguments import launch_arguments  # noqa: E402
 from testing.patching import patched  # noqa: E402
 
 
@@ -240,25 +241,12 @@ def build(case: Case, shape: Shape) -> Any:
 
 def arguments(case: Case, shape: Shape) -> argparse.Namespace:
     """The arguments of Megatron that a Run reads."""
-    return argparse.Namespace(
+    return launch_arguments(
         micro_batch_size=shape.micro_batch,
-        eval_micro_batch_size=None,
         seq_length=shape.sequence,
-        iteration=1,
-        train_iters=10,
         fp4_seed=1,
-        fp4_eval_forward="fp4",
-        cuda_graph_impl="none",
-        first_last_layers_bf16=False,
         fp4_weight_cache=case.weight_cache,
         fp4_saved_x=case.saved_x,
-        fp4_gathers_codes=False,
-        fp4_executor="auto",
-        fp4_multiplier="auto",
-        fp4_wgrad_fusion=True,
-        fp4_joins_swiglu=True,
-        fp4_joins_norms=True,
-        accumulate_allreduce_grads_in_fp32=True,
     )
 
 

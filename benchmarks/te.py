@@ -30,9 +30,10 @@ GRAPHS, EAGER = "graphs", "eager"
 
 
 def row_and_flags(name: str) -> tuple[str, list[str]]:
-    """(row, flags): a row's name without the flags of Megatron's that follow it, and these flags.
+    """Splits the name of a row into (row, flags): a recipe or another row of ROWS, and the flags of
+    Megatron's launch that may follow it.
 
-    "tetrajet --fp4-weight-cache off" is ("tetrajet", ["--fp4-weight-cache", "off"]).
+    "tetrajet --fp4-weight-cache off" becomes ("tetrajet", ["--fp4-weight-cache", "off"]).
     """
     row, dashes, more = name.partition(" --")
     return row, f"{dashes}{more}".split()

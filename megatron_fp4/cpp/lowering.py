@@ -331,11 +331,11 @@ class Kernel:
 
 
 def compiled(launch: Any, device: torch.device, aligned: bool) -> Kernel:
-    """The kernel of a `Launch` on `device`.
+    """The kernel of a `Launch`, compiled for `device`, as C++ can launch it.
 
-    aligned: whether all addresses among its arguments are multiples of 16, for which Triton
-    compiles a kernel of its own. Raises CannotLower if Triton laid out its parameters in a way that
-    is not known here.
+    launch: a `kernels.launch.Launch`. aligned: whether all addresses among its arguments are
+    multiples of 16. Triton compiles another kernel for these. Raises CannotLower if Triton laid out
+    the kernel's parameters in a way that is not known here.
     """
     made = launch.compiled(device.index, aligned)
     scratch = scratch_pointers(launch.flat_types, made.asm["ptx"])

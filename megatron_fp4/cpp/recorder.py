@@ -139,7 +139,11 @@ class Recording:
 
 
 class PassRecorder(TorchDispatchMode):
-    """Records one pass; see `record_pass`. It is a `recording.Recorder`."""
+    """A mode of torch that writes down what one pass of a linear does, for `record_pass`.
+
+    As a dispatch mode it sees the operators of PyTorch. As a `recording.Recorder` it is told of
+    what this package launches itself: kernels, cuBLASLt's products and collectives.
+    """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()

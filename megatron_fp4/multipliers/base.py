@@ -119,7 +119,11 @@ def finish_scaled(
     out_dtype: torch.dtype,
     into: Tensor | None,
 ) -> Tensor:
-    """`scale_product`, then `finish`; both in one kernel where there is one for the product."""
+    """Scales a product as `scale_product` does, and rounds or adds it as `finish` does.
+
+    On a GPU one kernel does both, if the product is in float32 and the result in BF16 or float32.
+    product: [M, N]. For the other arguments see these functions.
+    """
     dtype = out_dtype if into is None else into.dtype
     if _has_scale_kernel(product, dtype) and (into is None or into.is_contiguous()):
         from megatron_fp4.kernels import scaled_product  # imports Triton

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import Recipe
 from testing.builders import small_gpt
+from testing.builders.launch_arguments import launch_arguments
 
 
 def model(num_layers: int = 4, **options: Any) -> MegatronModule:
@@ -26,25 +26,11 @@ def run(
     modules: Sequence[tuple[str, Recipe | None]] = (),
 ) -> Run:
     """`start` and `end`: how many layers are kept in BF16."""
-    args = argparse.Namespace(
-        micro_batch_size=2,
-        eval_micro_batch_size=None,
-        seq_length=32,
+    args = launch_arguments(
         first_last_layers_bf16=bool(start or end),
         num_layers=num_layers,
         num_layers_at_start_in_bf16=start,
         num_layers_at_end_in_bf16=end,
-        fp4_eval_forward="fp4",
-        cuda_graph_impl="none",
-        fp4_weight_cache="packed",
-        fp4_gathers_codes=False,
-        fp4_saved_x="packed",
-        fp4_executor="auto",
-        fp4_multiplier="auto",
-        fp4_wgrad_fusion=True,
-        fp4_joins_swiglu=True,
-        fp4_joins_norms=True,
-        accumulate_allreduce_grads_in_fp32=True,
     )
     return Run(recipe, args, modules)
 

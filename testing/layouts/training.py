@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe, Recipe
+from testing.builders.launch_arguments import launch_arguments
 from testing.layouts.matrix import ComparedLayout
 from testing.layouts.model import SEQUENCE, VOCABULARY, build, named_parameters
 from testing.layouts.recorder import Record, Recorder, Teacher
@@ -102,26 +102,12 @@ class Training:
         recompute: str | None = None,
     ) -> None:
         self.dtype = dtype
-        self.args = argparse.Namespace(
+        self.args = launch_arguments(
             micro_batch_size=MICRO_BATCH,
-            eval_micro_batch_size=None,
             seq_length=SEQUENCE,
             iteration=FIRST_STEP,
             curr_iteration=FIRST_STEP,
             train_iters=LAST_STEP,
-            fp4_seed=2**40 + 7,
-            fp4_eval_forward="fp4",
-            cuda_graph_impl="none",
-            first_last_layers_bf16=False,
-            fp4_weight_cache="packed",
-            fp4_gathers_codes=False,
-            fp4_saved_x="packed",
-            fp4_executor="auto",
-            fp4_multiplier="auto",
-            fp4_wgrad_fusion=True,
-            fp4_joins_swiglu=True,
-            fp4_joins_norms=True,
-            accumulate_allreduce_grads_in_fp32=True,
         )
         self.run = Run(recipe, self.args)
         self.chunks = build(model, layout, dtype, self.run, recompute)

@@ -1,7 +1,6 @@
 """Steps, microbatches and tokens: which random bits a forward pass, its rerun and its recomputation
 are given."""
 
-import argparse
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from megatron_fp4.mcore.model.layers import Fp4State
 from megatron_fp4.mcore.model.run import Counters, Run
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
 from megatron_fp4.replay import Replay
+from testing.builders.launch_arguments import launch_arguments
 
 SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
 STOCHASTIC = get_quantizer("mxfp4-ceil-sr")
@@ -37,16 +37,7 @@ def microbatches() -> Iterator[None]:
 
 
 def run_of(recipe: Recipe = EVERYWHERE, **args: Any) -> Run:
-    given = {"iteration": 1, "train_iters": 10, "fp4_seed": 2**40 + 7, "fp4_eval_forward": "fp4"}
-    given |= {
-        "fp4_weight_cache": "packed",
-        "fp4_saved_x": "packed",
-        "fp4_gathers_codes": False,
-        "fp4_executor": "auto",
-        "fp4_multiplier": "auto",
-        "fp4_wgrad_fusion": True,
-    }
-    return Run(recipe, argparse.Namespace(**given | args))
+    return Run(recipe, launch_arguments(**args))
 
 
 def counters_of(

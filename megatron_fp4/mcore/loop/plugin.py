@@ -172,7 +172,9 @@ class Plugin:
     # --- the model --------------------------------------------------------------------------------
 
     def building_block(self, upstream: Callable[..., None]) -> Callable[..., None]:
-        """The constructor of a block of layers, which replaces the modules of its specification."""
+        """A constructor of Megatron's block of layers, which calls upstream's with a changed
+        specification: with this package's linears where the launch has a recipe, and with fused
+        kernels around them where it uses these."""
 
         @functools.wraps(upstream)
         def build(block: Any, config: Any, spec: Any, *others: Any, **named: Any) -> None:

@@ -1,6 +1,7 @@
-"""What a run writes while it trains: NaN, elements that carriers rounded, phases of recipes.
+"""Writes lines about a run while it trains: where a NaN or Inf appeared, how many elements were
+rounded when they were converted to FP8, and which phase of a recipe begins.
 
-Each line is written by one rank of those that would write it (`runtime.ranks.once`).
+Several ranks may have the same line. One of them writes it (`runtime.ranks.once`).
 """
 
 from __future__ import annotations

@@ -120,10 +120,11 @@ def moments(args: Namespace) -> str:
 
 
 def calibrations(ramping: Ramping, args: Namespace, ramped: int, everything: int) -> str:
-    """The line about Q-Ramping. args: Megatron's.
+    """The line about Q-Ramping: the memory that it takes, and how often it calibrates.
 
-    ramped, everything: the elements of the weights with periods, and of all weights, on the rank
-    with most, before the distributed optimizer shards them.
+    args: Megatron's. ramped: the number of elements of the weights that are updated at periods of
+    their own. everything: that of all weights. Both are of the rank with most, before the
+    distributed optimizer shards them.
     """
     kept, steps = _size(STATE_BYTES * ramped), steps_of(args)
     size = _size(SNAPSHOT_BYTES * everything + MOVEMENT_BYTES * ramped)

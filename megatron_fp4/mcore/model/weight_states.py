@@ -179,10 +179,11 @@ class WeightStates:
     def _parts(
         self, inner: torch.optim.Optimizer | None = None
     ) -> Iterator[tuple[KeptStates, str, Tensor | None]]:
-        """(KeptStates, name, state) for each part that this rank owns of a state that layers read.
+        """Yields (KeptStates of a weight, name of a state, this rank's part of the state) for each
+        state that layers read, of the weights that this rank updates at least in part.
 
-        The state is None before the optimizer has it. inner: restricts the result to the weights
-        that this torch optimizer updates.
+        The part is None as long as the optimizer has no such state. inner: only of the weights that
+        this torch optimizer updates.
         """
         for kept in self._all:
             if kept.inner is not None and inner in (None, kept.inner):
