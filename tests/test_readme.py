@@ -108,8 +108,8 @@ def test_transformer_engine_s_fp8() -> None:
     rows = by_name("te-delayed")
     fp8, ours = rows["te fp8 delayed"], rows["tetrajet"]
     says(
-        f"FP8 with delayed scaling, the fastest, takes {fp8['ms']:.0f} ms and "
-        f"{fp8['peak_gib']:.1f} GiB, `tetrajet` {ours['ms']:.0f} ms and {ours['peak_gib']:.1f} GiB"
+        f"| {ours['ms']:.0f} ms, {ours['peak_gib']:.1f} GiB | {fp8['ms']:.0f} ms, "
+        f"{fp8['peak_gib']:.1f} GiB | [te-delayed.json]"
     )
     of_all = by_name("te-step")
     times = {name: row["ms"] for name, row in of_all.items() if name.startswith("te fp8")}
@@ -122,14 +122,12 @@ def test_transformer_engine_s_fp8_on_two_gpus() -> None:
     fp8, ours = (
         [found[at, name] for at in ("tp2-sp", "pp2")] for name in ("te fp8 delayed", "tetrajet")
     )
-    ms = [f"{row['ms']:.0f} ms" for row in (*fp8, *ours)]
-    says(
-        f"in the step of {results[0]['layers']} layers, FP8 with delayed scaling takes {ms[0]} "
-        f"under tensor and sequence parallelism and {ms[1]} under pipeline parallelism, "
-        f"`tetrajet` {ms[2]} and {ms[3]}"
-    )
-    gathered = [f"{row['sent']['all-gather'] / 1e9:.1f}" for row in (ours[0], fp8[0])]
-    says(f"a rank gathers {gathered[0]} GB in a step, not {gathered[1]}")
+    layers = results[0]["layers"]
+    (te_tp, te_pp), (tp, pp) = ([f"{row['ms']:.0f} ms" for row in rows] for rows in (fp8, ours))
+    says(f"| a step of {layers} layers, two GPUs, TP2 with SP | {tp} | {te_tp} |")
+    says(f"| the same, PP2 | {pp} | {te_pp}, no more than the spread of runs |")
+    te_sent, sent = (f"{row['sent']['all-gather'] / 1e9:.1f} GB" for row in (fp8[0], ours[0]))
+    says(f"in the step of {layers} layers, TP2 with SP | {sent} | {te_sent} |")
 
 
 def test_transformer_engine_s_fp8_on_four_gpus() -> None:
@@ -137,10 +135,9 @@ def test_transformer_engine_s_fp8_on_four_gpus() -> None:
         [f"{row['ms']:.0f} ms" for row in result(f"parallel-four-{name}")["rows"]]
         for name in ("te", "beside")
     )
-    says(
-        f"it takes {te[0]} under TP4 with SP and {te[1]} under TP2 with SP and PP2, `tetrajet` "
-        f"{ours[0]} and {ours[1]}"
-    )
+    layers = result("parallel-four-te")["layers"]
+    says(f"| a step of {layers} layers, four GPUs, TP4 with SP | {ours[0]} | {te[0]} |")
+    says(f"| the same, TP2 with SP and PP2 | {ours[1]} | {te[1]} |")
 
 
 def test_the_host_s_time() -> None:
@@ -223,10 +220,10 @@ def test_the_step_beside_fused_fp8() -> None:
     fused = [result(f"te-fused-{n}")["rows"][0]["ms"] for n in (1, 2)]
     ours = [row["ms"] for row in result("te-fused-beside")["rows"]]
     says(
-        f"With fused operations Transformer Engine takes {fused[0]:.0f} and {fused[1]:.0f} ms, and "
-        f"`tetrajet`, in turns on the same GPU, {min(ours):.0f} to {max(ours):.0f} ms"
+        f"beside its fused operations, in turns | {min(ours):.0f} to {max(ours):.0f} ms | "
+        f"{fused[0]:.0f} and {fused[1]:.0f} ms |"
     )
-    assert abs(statistics.mean(ours) / statistics.mean(fused) - 1) < 0.005  # "the same time"
+    assert abs(statistics.mean(ours) / statistics.mean(fused) - 1) < 0.005  # "about the same time"
 
 
 def test_the_loss_beside_fp8() -> None:
@@ -261,10 +258,7 @@ def test_the_loss_beside_fp8() -> None:
     says(f"`fp8`: {of_fp8:.2f} times BF16's speed, {fp8.mean:.3f} above BF16's loss (five seeds, ")
     says(f"({earlier['mxfp4']} and {earlier['tetrajet']} times BF16's speed)")
     says(f"| `mxfp4-rht-sr` | {rht:.3f} above BF16's loss (two seeds); {earlier['mxfp4-rht-sr']} ")
-    says(
-        f"ends {ours.mean:.3f} above BF16 in held-out loss with `tetrajet`, and {fp8.mean:.3f} "
-        "with `fp8` (five seeds each:"
-    )
+    says(f"200M tokens, five seeds | {ours.mean:.3f} | {fp8.mean:.3f} with this package's `fp8`;")
 
 
 def of_linears(field: str, name: str = "linear-te") -> dict[str, list[float]]:
@@ -283,7 +277,7 @@ def of_delayed_fp8_s_time() -> list[float]:
 
 def test_linears_beside_transformer_engine_s_and_other_packages() -> None:
     longer = of_delayed_fp8_s_time()
-    says(f"takes `tetrajet` {min(longer):.2f} to {max(longer):.2f} times as long as delayed")
+    says(f"forward and backward | {min(longer):.2f} to {max(longer):.2f} times as long | 1 |")
     peers = {row["name"]: row for row in result("peers")["rows"]}
     for name, line in {
         "torchao QAT, MXFP4, compiled": "| torchao {}, MXFP4 of X and W for QAT, compiled | {} |",
