@@ -19,7 +19,6 @@ import triton.language as tl
 
 from megatron_fp4.kernels.encode import rounded_pairs
 from megatron_fp4.kernels.launch import kernel
-from megatron_fp4.kernels.mxfp4 import quantize_along_columns, quantize_along_rows
 from megatron_fp4.kernels.philox import (
     group_indices,
     key_of,
@@ -29,6 +28,7 @@ from megatron_fp4.kernels.philox import (
     tile_group_indices,
 )
 from megatron_fp4.kernels.source import loaded
+from megatron_fp4.kernels.tile_mxfp4 import quantize_along_columns, quantize_along_rows
 
 
 @triton.jit

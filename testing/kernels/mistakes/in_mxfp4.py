@@ -13,9 +13,9 @@ from megatron_fp4.kernels import (
     exponents,
     fp8,
     hadamard,
-    mxfp4,
     philox,
     quantize,
+    tile_mxfp4,
 )
 from testing.kernels.mistakes.injection import Mistake, argument, result
 
@@ -109,7 +109,7 @@ AVERAGES = {
         EMA, encode._is_between, lambda right, rest, code, bits: rest > 0
     ),
     "an average that is no number": Mistake(
-        EMA, mxfp4._live, argument("average", lambda average: tl.zeros_like(average))
+        EMA, tile_mxfp4._live, argument("average", lambda average: tl.zeros_like(average))
     ),
 }
 
