@@ -173,6 +173,7 @@ def install() -> None:
     stands_for = torch._C
     stands_for._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: pools.use(pool)
     stands_for._cuda_endAllocateToPool = lambda device, pool: None
+    stands_for._cuda_clearCublasWorkspaces = lambda: None
     stands_for._cuda_releasePool = lambda device, pool: pools.release(pool)
     _install_in_megatron()
 

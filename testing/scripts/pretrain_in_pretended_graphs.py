@@ -56,9 +56,9 @@ def _make(mistake: str) -> None:
     elif mistake == "all-uses":
         patched._forget_uses = lambda inputs: None
     elif mistake == "keep":
-        phased._drop = lambda managers, config: None
+        phased._drop = lambda managers, stream: None
     elif mistake == "delete":
-        phased._drop = lambda managers, config: delete_cuda_graphs()
+        phased._drop = lambda managers, stream: delete_cuda_graphs()
     elif mistake == "keep-pool":
         phased._release_pool = lambda: None
     elif mistake == "count":

@@ -24,7 +24,6 @@ import torch
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_model_config
 
 from megatron_fp4.mcore.model.run import Run
 
@@ -41,7 +40,9 @@ def install(run: Run, model: Sequence[MegatronModule]) -> None:
         cuda_graphs.alloc_tensor_from_graph_mempool = _counting(allocate)
     modules = [module for chunk in model for module in chunk.modules()]
     managers = [module for module in modules if isinstance(module, CudaGraphManager)]
-    run.drop_graphs = functools.partial(_drop, managers, get_model_config(model[0]))
+    # Megatron made this stream the current one when it built the layers. With another one than the
+    # default stream, layers that ran can be captured.
+    run.drop_graphs = functools.partial(_drop, managers, torch.cuda.current_stream())
 
 
 def _counting(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,11 +55,11 @@ def _counting(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return alloc_tensor_from_graph_mempool
 
 
-def _drop(managers: Sequence[Any], config: Any) -> None:
+def _drop(managers: Sequence[CudaGraphManager], stream: torch.cuda.Stream) -> None:
     """Frees all graphs of this rank, so that its layers run without graphs until the end of the
     next step that trains, when they are captured.
 
-    managers: of its layers. config: of its model.
+    managers: of its layers. stream: for what runs until then.
     """
     if not _CudagraphGlobalRecord.cudagraph_created:
         return
@@ -70,11 +71,12 @@ def _drop(managers: Sequence[Any], config: Any) -> None:
         # A layer makes new runners while no graphs exist. Inputs and outputs go with the old ones.
         manager.cudagraph_runners.clear()
     _release_pool()
+    torch._C._cuda_clearCublasWorkspaces()  # captures allocated some in the pool
     cuda_graphs.delete_cuda_graphs()  # Megatron's record of graphs; gives unused memory back
-    # Where there is no pool the constructor prepares the process for a capture, as it did when the
-    # model was built: with a new pool, a stream other than the default one, and the hook that sees
-    # which tensors are saved for backward.
-    CudaGraphManager(config)
+    # As when the layers were built. The observer sees which tensors are saved for backward.
+    CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+    _CudagraphGlobalRecord._enable_saved_tensors_observer()
+    torch.cuda.set_stream(stream)
 
 
 def _release_pool() -> None:
