@@ -33,8 +33,13 @@ def main() -> None:
     pretend_graphs.install()
     _make(mistake)
     weights.tell()
-    atexit.register(lambda: print("pools at a time:", pretend_graphs.pools.most, flush=True))
+    atexit.register(_tell_pools)
     pretrain.main()
+
+
+def _tell_pools() -> None:
+    # One write for the whole line, since several ranks write at the same time.
+    sys.stderr.write(f"pools at a time: {pretend_graphs.pools.most}\n")
 
 
 def _make(mistake: str) -> None:

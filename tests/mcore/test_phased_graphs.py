@@ -111,13 +111,12 @@ OWN_LAYERS = ("--fp4-module-recipe", "*layers.0.*=tetrajet", "--fp4-module-recip
         (2, (*PIPELINE, *PHASES), 2),
         (2, (*VIRTUAL, *PHASES), 2),
         (2, (*OVERLAP, *PHASES), 2),
-        (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel", *PHASES), 2),
         (1, (*PHASES, *PADDED_EXPERTS), 2),
         (1, (*PHASES, *OWN_LAYERS), 2),
         (1, (*RECIPE, "tetrajet", "--fp4-bf16-after", "0.5"), 1),
         (1, (*RECIPE, "auto", "--num-layers", "4"), 1),
     ],
-    ids=["pp2", "vpp2", "dp2", "tp2", "experts", "modules", "bf16-after", "auto"],
+    ids=["pp2", "vpp2", "dp2", "experts", "modules", "bf16-after", "auto"],
 )
 def test_each_phase_is_captured_in_other_launches(
     processes: int, flags: tuple[str, ...], begun: int
@@ -126,12 +125,9 @@ def test_each_phase_is_captured_in_other_launches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "captured"), [("2", 2), ("3", 2)], ids=["at its begin", "in its middle"]
-)
-def test_a_run_that_resumes_in_a_phase_captures_it(
-    step: str, captured: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("step", ["2", "3"], ids=["at its begin", "in its middle"])
+def test_a_run_that_resumes_in_a_phase_captures_it(step: str, tmp_path: Path) -> None:
+    """And captures the next one, as a run without a break."""
     folder = ("--save", str(tmp_path), "--save-interval", "1", "--fp4-metrics-interval", "0")
     whole = trained(1, "none", *SIX, *PHASES, *folder, *GRAPHS)
     again = trained(
@@ -139,7 +135,7 @@ def test_a_run_that_resumes_in_a_phase_captures_it(
     )
     wanted, found = digests(whole), digests(again)
     assert len(found) == 6 - int(step) and found.items() <= wanted.items()
-    assert captures(whole) == 3 and captures(again) == captured
+    assert captures(whole) == 3 and captures(again) == 2
     assert again.evaluations == whole.evaluations[int(step) :]
 
 

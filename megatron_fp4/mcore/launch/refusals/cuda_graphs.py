@@ -26,7 +26,7 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     in_turn = (each for recipe in recipes for each in recipe.in_turn)
     mean = next((each.name for each in in_turn if each.x_mean == "subtracted"), "")
     problems = {
-        f"recipe {mean} and its x_mean: subtracted, which is not for evaluation": mean,
+        f"x_mean: subtracted of recipe {mean}, since evaluation leaves the mean in X": mean,
         "--mtp-num-layers": args.mtp_num_layers,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,
