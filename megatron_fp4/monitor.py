@@ -125,6 +125,13 @@ class NonFiniteMonitor:
             self._rows[label] = self._totals[len(self._rows)]
         self._rows[label].add_(tally)
 
+    def forget_graphs(self) -> None:
+        """Forget what CUDA graphs add: all of them are freed, and others will be captured.
+
+        Call it right after `start_step`, before anything runs in the new step.
+        """
+        self._rows = {}
+
     def start_step(self, step: int) -> NonFinite | None:
         """Begin `step`, and start to copy the tallies of the step before it to the host.
 

@@ -81,7 +81,7 @@ def _graphs(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
     for what, is_there in (
         ("experts of varying numbers of tokens", model.experts > 0),
         ("recomputation", layout.recompute),
-        ("a recipe with phases", any(each.phases for each in recipe.followed)),
+        ("x_mean: subtracted", any(each.x_mean == "subtracted" for each in recipe.parts)),
     ):
         if is_there:
             yield f"CUDA graphs do not go with {what}"

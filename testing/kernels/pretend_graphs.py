@@ -5,7 +5,8 @@ them again on that memory, as a GPU does with kernels. Python code of the captur
 run. A GPU runs no kernel during a capture, so what a capture writes to memory that was there before
 is undone at its end.
 
-Not pretended: that graphs of one pool share memory.
+Not pretended: collectives, and that graphs of one pool share memory. But the uses of each pool are
+counted as torch counts them, which frees the memory of pools that are not in use.
 """
 
 from __future__ import annotations
@@ -24,15 +25,48 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+class Pools:
+    """The pools of memory that graphs share, by their handles.
+
+    uses: of each pool, one for each graph that was captured into it and was not reset, and one for
+    each allocation outside of graphs that was not released. most: how many pools were in use at a
+    time.
+    """
+
+    def __init__(self) -> None:
+        self.uses: dict[Any, int] = {}
+        self.most = 0
+
+    def handle(self) -> tuple[int, int]:
+        self.uses[handle := (0, len(self.uses) + 1)] = 0
+        return handle
+
+    def use(self, handle: Any) -> None:
+        if handle is not None:  # one that nothing shares
+            self.uses[handle] += 1
+        self.most = max(self.most, sum(map(bool, self.uses.values())))
+
+    def release(self, handle: Any) -> None:
+        if handle is not None:
+            assert self.uses[handle], "a pool that is not in use was released"
+            self.uses[handle] -= 1
+
+
+pools = Pools()
+
+
 class Graph:
     """Stands for torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
+        self.pool: Any = None
 
     def register_generator_state(self, state: Any) -> None: ...
 
     def reset(self) -> None:
+        if self.calls:
+            pools.release(self.pool)
         self.calls.clear()
 
     def replay(self) -> None:
@@ -46,6 +80,8 @@ class Graph:
 def capturing(graph: Graph, pool: Any = None, capture_error_mode: str = "") -> Iterator[None]:
     """Stands for torch.cuda.graph."""
     assert not graph.calls
+    graph.pool = pool
+    pools.use(pool)
     recorder = _Recorder(graph)
     with recorder:
         yield
@@ -132,11 +168,13 @@ def install() -> None:
     stands_for: Any = torch.cuda
     stands_for.CUDAGraph = Graph
     stands_for.graph = capturing
-    stands_for.graph_pool_handle = lambda: (0, 0)
+    stands_for.graph_pool_handle = pools.handle
     stands_for.set_stream = lambda stream: None
     stands_for = torch._C
-    stands_for._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: None
+    stands_for._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: pools.use(pool)
     stands_for._cuda_endAllocateToPool = lambda device, pool: None
+    stands_for._cuda_clearCublasWorkspaces = lambda: None
+    stands_for._cuda_releasePool = lambda device, pool: pools.release(pool)
     _install_in_megatron()
 
 

@@ -7,8 +7,12 @@ Each rank writes one line with a digest of its weights after each step.
 none: no mistake. one-clock: the backward pass reads the step and the microbatch of the latest
 forward pass. unmended: Megatron's errors under pipeline parallelism are not worked around. no-view:
 a view becomes a tensor that a schedule may free, but not the memory of a replay's output.
-all-uses: an input's uses by other microbatches are counted. count: no mistake; at the end a line
-says how often Megatron recomputed a module.
+all-uses: an input's uses by other microbatches are counted. keep: graphs are kept when a phase of a
+recipe begins. delete: they are deleted as Megatron does it. keep-pool: they are dropped, but the
+uses of their pool of memory are not taken back. count: no mistake; at the end a line says how often
+Megatron recomputed a module.
+
+At its end each rank writes how many pools of memory were in use at a time.
 """
 
 from __future__ import annotations
@@ -29,13 +33,22 @@ def main() -> None:
     pretend_graphs.install()
     _make(mistake)
     weights.tell()
+    atexit.register(_tell_pools)
     pretrain.main()
 
 
+def _tell_pools() -> None:
+    # One write for the whole line, since several ranks write at the same time.
+    sys.stderr.write(f"pools at a time: {pretend_graphs.pools.most}\n")
+
+
 def _make(mistake: str) -> None:
-    from megatron_fp4.mcore.loop import pipelined_graphs
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    from megatron_fp4.mcore.loop import phased_graphs, pipelined_graphs
     from megatron_fp4.mcore.model import graphs
 
+    phased: Any = phased_graphs
     patched: Any = pipelined_graphs
     if mistake == "one-clock":
         patched = graphs.Clock
@@ -47,6 +60,12 @@ def _make(mistake: str) -> None:
         patched._sendable = lambda runner, outputs, static=(): sendable(runner, outputs)
     elif mistake == "all-uses":
         patched._forget_uses = lambda inputs: None
+    elif mistake == "keep":
+        phased._drop = lambda managers, stream: None
+    elif mistake == "delete":
+        phased._drop = lambda managers, stream: delete_cuda_graphs()
+    elif mistake == "keep-pool":
+        phased._release_pool = lambda: None
     elif mistake == "count":
         _count_recomputed()
     else:

@@ -131,10 +131,13 @@ def test_graphs_are_refused_as_this_package_refuses_them(
     assert any(fits.refusals(model, layout, TETRAJET)) == (theirs or has_no_estimate)
     assert theirs == bool(layout.recompute or model.experts)
     late = Recipe("late", phases=(Phase(0.5, TETRAJET),))
-    own = replace(TETRAJET, layers=(Layers(late, last=1),))
-    for each in (late, own):
-        assert any(captured_layers(args, each.followed))
-        assert "a recipe with phases" in " ".join(fits.refusals(model, layout, each))
+    assert any(captured_layers(args, [late])) == theirs  # each phase is captured
+    assert any(fits.refusals(model, layout, late)) == (theirs or has_no_estimate)
+    mean = Recipe("mean", phases=(Phase(0.5, replace(TETRAJET, x_mean="subtracted")),))
+    own = replace(TETRAJET, layers=(Layers(mean, last=1),))
+    for each in (mean, own):
+        assert any("x_mean: subtracted" in line for line in captured_layers(args, each.followed))
+        assert "x_mean: subtracted" in " ".join(fits.refusals(model, layout, each))
 
 
 def test_blocks_that_do_not_divide_a_shard_are_said() -> None:
@@ -159,13 +162,14 @@ def test_blocks_over_tokens_of_a_late_phase_are_said() -> None:
     assert not any(fits.refusals(model, layout, TETRAJET))
 
 
-def test_the_time_is_the_mean_over_phases() -> None:
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_the_time_is_the_mean_over_phases(graphs: bool) -> None:
     late = Recipe("late", phases=(Phase(0.1, TETRAJET),))
     assert late.ever_quantized and longest(late) is TETRAJET
     early = replace(TETRAJET, phases=(Phase(0.9, BF16),))
     assert longest(early) is early and longest(BF16) is BF16
     job = Job(DENSE, late, gpus.MEASURED, 1, 1, 24)
-    fixed = Fixed(graphs=False, micro_batch=2)  # which phases exclude
+    fixed = Fixed(graphs=graphs, micro_batch=2)
     found = search(job, fixed)
     assert "the time is the mean over the phases of late, by their shares of training" in " ".join(
         found[0].extrapolated

@@ -1,23 +1,13 @@
-"""On a GPU: layers that are captured in CUDA graphs draw and count like others, and train."""
+"""On a GPU: layers that are captured in CUDA graphs train as others do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from torch import Tensor
 
-from megatron_fp4 import ConfigError, Linear, get_recipe
-from megatron_fp4.execution.call import Site
-from megatron_fp4.linear import quantized_linear
-from megatron_fp4.mcore.model import graphs
-from megatron_fp4.mcore.model.layers import Fp4State
-from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipes import uniform_recipes
 from testing.worlds.launch import (
     OVERLAP,
@@ -29,138 +19,13 @@ from testing.worlds.launch import (
     torchrun,
     train,
 )
-from tests.mcore.test_graphs import at
-from tests.mcore.test_layers import microbatches, state
 from tests.mcore.test_pipelined_graphs import PADDED_EXPERTS, RECIPE
-from tests.mcore.test_run import run_of
 
-__all__ = ["microbatches"]  # a fixture
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-SIZE, MOMENTS = 256, [(2, 0), (2, 1), (3, 0)]
-
-
-def matrix(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).bfloat16().cuda()
-
-
-class Pass:
-    """Forward and backward of one linear: Y, dX, and dW in main_grad."""
-
-    def __init__(self, recipe: str) -> None:
-        self.run: Run = run_of(get_recipe(recipe), fp4_weight_cache="off")
-        self.layer: Fp4State = state(self.run)
-        self.x = matrix(1, 128, 2, SIZE).requires_grad_()
-        self.w = torch.nn.Parameter(matrix(2, SIZE, SIZE))
-        self.w.main_grad = torch.zeros(SIZE, SIZE, device="cuda")  # type: ignore[attr-defined]
-        self.dy = matrix(3, 128, 2, SIZE)
-
-    def __call__(self) -> tuple[Tensor, ...]:
-        self.w.main_grad.zero_()  # type: ignore[attr-defined]
-        y = self.layer.product(self.x, self.w, None, True)
-        (dx, _) = torch.autograd.grad(y, (self.x, self.w), self.dy)
-        return y, dx, self.w.main_grad  # type: ignore[attr-defined]
-
-    def captured(self) -> Callable[[], tuple[Tensor, ...]]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            made = self()
-
-        def replayed() -> tuple[Tensor, ...]:
-            graph.replay()
-            return made
-
-        return replayed
-
-
-def at_each(run: Run, call: Callable[[], tuple[Tensor, ...]]) -> list[list[Tensor]]:
-    found = []
-    for step, microbatch in MOMENTS:
-        at(run, step, microbatch)
-        found.append([tensor.detach().clone() for tensor in call()])
-    return found
-
-
-@pytest.mark.parametrize("recipe", ["tetrajet", "mxfp4-rht-sr"])
-def test_a_module_s_steps_are_counted_in_its_graph(recipe: str) -> None:
-    x, dy = matrix(1, 128, SIZE).requires_grad_(), matrix(2, 128, SIZE)
-
-    def layer(steps: int | Tensor) -> Linear:
-        torch.manual_seed(0)
-        options: dict[str, Any] = {"replica": 2, "device": "cuda", "dtype": torch.bfloat16}
-        made = Linear(SIZE, SIZE, recipe=recipe, **options)
-        made.steps = steps
-        return made
-
-    def gradients(module: Linear) -> list[Tensor]:
-        return list(torch.autograd.grad(module(x), (x, module.weight), dy))
-
-    plain, counted = layer(0), layer(torch.tensor(0, device="cuda"))
-    wanted = [gradients(plain) for _ in range(4)]
-    assert all(map(torch.equal, gradients(counted), wanted[0]))  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients(counted)
-    for tensors in wanted[1:]:
-        graph.replay()
-        assert all(map(torch.equal, found, tensors))
-    assert int(counted.steps) == 4
-    # Negative control: another step's bits are others.
-    assert not torch.equal(wanted[1][0], wanted[2][0])
-    with pytest.raises(ConfigError, match="int64 tensor"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        gradients(plain)
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 0)
-
-
-@pytest.mark.parametrize("recipe", uniform_recipes())
-def test_a_graph_computes_what_its_layer_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = Pass(recipe)
-    wanted = at_each(linear.run, linear)
-    at(linear.run, *MOMENTS[-1])
-    with monkeypatch.context() as unseen:
-        # Outside the harness for graphs the monitor would read the tallies at once.
-        unseen.setattr(linear.run.monitor, "observe", lambda *told: None)
-        frozen = at_each(linear.run, linear.captured())
-    linear.run.prepare_graphs(1, torch.device("cuda"))
-    monkeypatch.setattr(graphs, "captures", lambda: True)
-    found = at_each(linear.run, linear.captured())
-    for tensors, expected in zip(found, wanted, strict=True):
-        assert all(map(torch.equal, tensors, expected))
-    if linear.run.recipe.draws:
-        assert not torch.equal(frozen[0][2], wanted[0][2])  # Negative control: one step for all.
-    assert all(map(torch.equal, frozen[2], wanted[2]))
-
-
-def test_a_graph_counts_whenever_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = Pass("tetrajet")
-    monitor = linear.run.monitor
-    linear()
-    monitor.look()
-    linear.run.prepare_graphs(1, torch.device("cuda"))
-    monkeypatch.setattr(graphs, "captures", lambda: True)
-    replayed, x = linear.captured(), linear.x.detach().clone()
-    spread = x.clone()
-    spread[0] *= torch.exp2(torch.linspace(-60, 0, SIZE, device="cuda")).bfloat16()
-    counts = []
-    for step, (values, times) in enumerate([(x, 2), (spread, 1), (spread, 2), (x * torch.nan, 1)]):
-        monitor.start_step(step)
-        linear.x.data.copy_(values)
-        for _ in range(times):
-            replayed()
-        seen = monitor.look()
-        counts.append(monitor.rounding.elements if monitor.rounding else 0)
-        assert (seen is not None) == (step == 3)
-    assert counts[0] == 0 < counts[1] and counts[2] == 2 * counts[1]
-
 
 # Weights stand still, so that what differs in one step does not grow in the next.
 FLAGS = """
@@ -171,6 +36,7 @@ GRAPHS = ("--cuda-graph-impl", "local")
 NOISY = str(Path(__file__).with_name("noisy.yaml"))
 FROZEN = SCRIPTS / "pretrain_with_frozen_bits.py"
 WITH_DIGESTS = SCRIPTS / "pretrain_with_digests.py"
+GRAPH_MEMORY = SCRIPTS / "pretrain_telling_graph_memory.py"
 
 
 def agree(one: Result, other: Result) -> bool:
@@ -252,8 +118,14 @@ def of_two_ranks(mistake: str, *flags: str) -> tuple[list[str], list[float], lis
     sizes = "--bf16 --hidden-size 128 --ffn-hidden-size 256".split()
     result = result_of(spawn(2, WITH_DIGESTS, mistake, *tiny_on_mock_data(*sizes, *flags)))
     assert result.status == 0, result.output[-4000:]
+    found = told(result)
+    assert len(found[0]) == 8 and len(result.losses) == 4 and len(result.evaluations) == 2
+    return found
+
+
+def told(result: Result) -> tuple[list[str], list[float], list[float]]:
+    """The digests of all ranks' weights after each step, and the losses."""
     digests = sorted(re.findall(r"weights of rank .*", result.output))
-    assert len(digests) == 8 and len(result.losses) == 4 and len(result.evaluations) == 2
     return digests, result.losses, result.evaluations
 
 
@@ -300,6 +172,110 @@ def test_graphs_train_with_few_bits_between_two_gpus(flags: tuple[str, ...]) -> 
     assert of_two_ranks("none", *flags, *GRAPHS) == of_two_ranks("none", *flags)
 
 
+# --- recipes with phases --------------------------------------------------------------------------
+
+PHASES = str(Path(__file__).parents[1] / "mcore" / "phases.yaml")  # begin with steps 3 and 5 of 6
+
+
+def of_phases(processes: int, steps: int, *flags: str) -> Result:
+    """A training with an evaluation after each step, which in the first step of a phase is right
+    after the capture."""
+    sizes = "--bf16 --hidden-size 128 --ffn-hidden-size 256 --num-layers 4".split()
+    length = ("--train-iters", str(steps), "--eval-interval", "1")
+    words = tiny_on_mock_data(*sizes, *length, *RECIPE, *flags)
+    result = result_of(spawn(processes, WITH_DIGESTS, "none", *words))
+    assert result.status == 0, result.output[-4000:]
+    digests, losses, evaluations = told(result)
+    assert len(digests) == processes * steps
+    assert len(losses) == steps and len(evaluations) == steps + 2
+    return result
+
+
+def captures(result: Result) -> int:
+    """How often Megatron captured layers, as rank 0 says."""
+    return result.output.count("cuda graph(s) in")
+
+
+def same_phases(processes: int, steps: int, begun: int, *flags: str) -> None:
+    """With graphs and without, bit for bit. begun: how many phases begin, each with a capture."""
+    replayed = of_phases(processes, steps, *flags, *GRAPHS)
+    assert told(replayed) == told(of_phases(processes, steps, *flags))
+    assert captures(replayed) == 1 + begun
+
+
+def test_graphs_train_each_phase_of_auto() -> None:
+    """The last fifth of ten steps is a phase: the ninth runs without graphs, the tenth is a
+    replay."""
+    same_phases(1, 10, 1, "auto")
+
+
+def test_graphs_train_each_phase_of_three_recipes() -> None:
+    same_phases(1, 6, 2, PHASES)
+
+
+def test_graphs_train_the_phase_of_bf16() -> None:
+    same_phases(1, 6, 1, "tetrajet", "--fp4-bf16-after", "0.5")
+
+
+def test_another_phase_would_be_noticed() -> None:
+    """Negative control: what graphs would train that were kept when the phase begins."""
+    kept = of_phases(1, 6, "tetrajet", *GRAPHS)
+    phased = of_phases(1, 6, PHASES, *GRAPHS)
+    (before, losses, _), (wanted, right, _) = told(kept), told(phased)
+    assert before[:2] == wanted[:2] and losses[:2] == right[:2]
+    assert not set(before[2:]) & set(wanted[2:])
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, VIRTUAL], ids=("pp2", "vpp2"))
+def test_graphs_train_each_phase_in_a_pipeline_on_one_gpu(layout: tuple[str, ...]) -> None:
+    same_phases(2, 6, 2, PHASES, *layout, *ONE_GPU)
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    "layout",
+    [("--tensor-model-parallel-size", "2", "--sequence-parallel"), tuple(OVERLAP), PIPELINE],
+    ids=("tp2", "dp2", "pp2"),
+)
+def test_graphs_train_each_phase_on_two_gpus(layout: tuple[str, ...]) -> None:
+    same_phases(2, 6, 2, PHASES, *layout)
+
+
+def memory_of_graphs(mistake: str, recipe: str) -> tuple[list[int], list[int]]:
+    """(after each of six steps, whenever graphs were dropped) the bytes that are reserved for
+    graphs, of layers whose tensors are larger than what GEMMs need beside them."""
+    sizes = """
+        --bf16 --num-layers 4 --hidden-size 1024 --ffn-hidden-size 4096
+        --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 --train-iters 6
+    """.split()
+    words = tiny_on_mock_data(*sizes, *RECIPE, recipe, *GRAPHS)
+    result = result_of(spawn(1, GRAPH_MEMORY, mistake, *words))
+    assert result.status == 0, result.output[-4000:]
+    steps, dropped = (
+        [int(size) for size in re.findall(rf"memory of graphs, {when}: (\d+)", result.output)]
+        for when in ("step", "dropped")
+    )
+    assert len(steps) == 6 and len(dropped) == 2 and captures(result) == 3
+    return steps, dropped
+
+
+def test_each_phase_gives_the_memory_of_graphs_back(tmp_path: Path) -> None:
+    """The third phase is the first recipe again, so that its graphs take as much as the first."""
+    path = tmp_path / "again.yaml"
+    phases = "{after: 0.3, recipe: mxfp4}, {after: 0.6, recipe: tetrajet}"
+    path.write_text(f"base: tetrajet\nphases: [{phases}]\n")
+    steps, dropped = memory_of_graphs("none", str(path))
+    first = steps[0]
+    assert first > 200 << 20  # else the test would see buffers of GEMMs alone
+    assert steps[1] == first  # replays take nothing
+    assert all(size < first / 4 for size in dropped)
+    assert all(size < 1.25 * first for size in steps)
+    assert steps[5] == pytest.approx(first, rel=0.1)
+    # Negative control: memory that stays, of three captures.
+    steps, dropped = memory_of_graphs("keep-pool", str(path))
+    assert dropped[0] > 0.75 * first and steps[5] > 2 * first
+
+
 def test_graphs_train_padded_experts() -> None:
     same_training(1, NOISY, *PADDED_EXPERTS)
 
@@ -316,29 +292,3 @@ def test_graphs_resume(tmp_path: Path) -> None:
 def test_graphs_end_where_they_are_told_to() -> None:
     layout = ("--tensor-model-parallel-size", "2", "--exit-interval", "3")
     assert len(train(2, *FLAGS, NOISY, *layout, *GRAPHS).losses) == 3
-
-
-def test_a_graph_reads_the_average_of_each_step() -> None:
-    """A weight's average lies at one address; a replay rounds towards what lies there then."""
-    recipe = get_recipe(str(Path(__file__).parents[1] / "mcore" / "ema.yaml"))
-    x, w, dy = (matrix(seed, 128, 128) for seed in (1, 2, 3))
-    x.requires_grad_()
-    w.requires_grad_()
-    average = w.detach().float()
-    site = Site("fc1", average=average)
-
-    def passes() -> tuple[Tensor, ...]:
-        y = quantized_linear(x, w, None, recipe, site)
-        return y, *torch.autograd.grad(y, (x, w), dy)
-
-    passes()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = passes()
-    outputs = []
-    for factor in (1.0, 0.8, 1.3):
-        average.copy_(w.detach().float() * factor)
-        graph.replay()
-        assert all(map(torch.equal, found, passes()))
-        outputs.append(found[0].clone())
-    assert not torch.equal(outputs[0], outputs[1])  # Negative control: the average matters.

@@ -1,6 +1,7 @@
 """Flags that do not work together with a recipe: each is refused in one line with a remedy."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -89,7 +90,6 @@ def test_other_optimizers_keep_it(flags: str) -> None:
 
 
 GRAPHS = [
-    "--fp4-bf16-after 0.5",
     "--recompute-granularity selective",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--save-activations-interval 2",
@@ -114,6 +114,28 @@ def test_what_a_captured_layer_cannot_follow_is_refused(flags: str) -> None:
     message = refusal(*graphs, *flags.split())
     named = flags.split()[0]
     assert named in message and "leave out one of them" in message
+
+
+def test_what_evaluation_does_not_do_is_not_captured(tmp_path: Path) -> None:
+    """In evaluation a graph would subtract the mean of the microbatch, and show later tokens."""
+    dropout = ("--hidden-dropout", "0", "--attention-dropout", "0")
+    path = tmp_path / "mean.yaml"
+    mean = "base: tetrajet, x_mean: subtracted"
+    for text in (mean, f"base: tetrajet, phases: [{{after: 0.5, recipe: {{{mean}}}}}]"):
+        path.write_text(f"{{{text}}}")
+        launch = ("--fp4-recipe", str(path), *dropout)
+        parse(*launch)
+        message = refusal(*launch, "--cuda-graph-impl", "local")
+        assert "with x_mean: subtracted of recipe " in message
+        assert message.endswith("since evaluation leaves the mean in X: leave out one of them")
+    path.write_text(f"{{{text}}}".replace("subtracted", "kept"))  # Negative control.
+    parse(*launch, "--cuda-graph-impl", "local")
+
+
+@pytest.mark.parametrize("recipe", ["tetrajet --fp4-bf16-after 0.5", "tetrajet-fp8"])
+def test_layers_of_a_recipe_with_phases_are_captured(recipe: str) -> None:
+    launch = ("--num-layers", "4", "--fp4-recipe", *recipe.split(), *PIPELINED_GRAPHS[2:])
+    assert parse(*launch).cuda_graph_impl == "local"
 
 
 @pytest.mark.parametrize("zero", ["", "--hidden-dropout 0", "--attention-dropout 0"])

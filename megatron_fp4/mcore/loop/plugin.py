@@ -37,7 +37,7 @@ from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.exchange import start
 from megatron_fp4.mcore.gather import buckets
-from megatron_fp4.mcore.launch import command_line, fp4_arguments
+from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch import fused_kernels as launched_kernels
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
@@ -48,6 +48,7 @@ from megatron_fp4.mcore.loop import (
     log,
     metrics,
     optimizer_state,
+    phased_graphs,
     ramping,
     whole_weights,
 )
@@ -213,6 +214,8 @@ class Plugin:
                 print(f"megatron-fp4: {kernels}", flush=True)
         else:
             attach(self.run, model, fuse)
+            if cuda_graphs.wanted(self.args):
+                phased_graphs.install(self.run, model)
             self._is_attached = True
             self.run.awaits_steps = True
             if self.metrics is not None:

@@ -80,10 +80,12 @@ class Run:
         self.passes = 0  # calls of forward_step so far: one for each microbatch and model chunk
         self.awaits_steps = False  # whether training needs a call of forward_step first
         self.epoch = 0  # changes whenever the optimizer may have changed the weights
+        self.drop_graphs: Callable[[], None] = lambda: None  # frees the CUDA graphs of all layers
         self._training = True
         self._calibration: int | None = None  # the step of a calibration that runs now, from 0
         self._counts: dict[int | None, int] = defaultdict(int)
         self._step = -1
+        self._begun: list[int] | None = None  # how many phases of each recipe have begun
         self._microbatch = 0
         self._first_rows: dict[_Shape, Tensor] = {}  # the token rows of microbatch 0
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
@@ -136,6 +138,7 @@ class Run:
             self._log.rounding(self.monitor.rounding)
             self._step = step
             self._counts.clear()
+            self._recapture_in_a_new_phase()
             if training:
                 self._log.phases(self.recipes, max(step, 0), self._steps)
         # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
@@ -144,6 +147,14 @@ class Run:
         self._microbatch = local * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
         if self._clock is not None:
             self._clock.set(self._drawn(max(self._step, 0)), self._microbatch)
+
+    def _recapture_in_a_new_phase(self) -> None:
+        """Drops the CUDA graphs of layers when a phase begins: they repeat the recipe before it."""
+        begun = [recipe.begun(max(self._step, 0) / self._steps) for recipe in self.recipes]
+        if self._begun not in (None, begun):
+            self.drop_graphs()
+            self.monitor.forget_graphs()
+        self._begun = begun
 
     def refuse_uncounted(self) -> NoReturn:
         """Raises ConfigError for a forward pass that trains, in a script whose steps are not
@@ -178,11 +189,12 @@ class Run:
         return Counters(max(self._step, 0), self._microbatch)
 
     def in_force(self, recipe: Recipe, counters: Counters) -> Recipe:
-        """`recipe`, or that of its phase that these counters are in."""
-        if not recipe.phases:
-            return recipe
-        assert isinstance(counters.step, int)  # refusals/cuda_graphs.py refuses phases in graphs
-        return recipe.at(counters.step / self._steps)
+        """`recipe`, or that of its phase that these counters are in.
+
+        In a CUDA graph it is that of the step that captures the layer; see `drop_graphs`.
+        """
+        step = max(self._step, 0) if isinstance(counters.step, Tensor) else counters.step
+        return recipe.at(step / self._steps) if recipe.phases else recipe
 
     @property
     def _steps(self) -> int:

@@ -21,9 +21,12 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     yield from _recomputation(args)
     yield from _experts(args)
     yield from _microbatches(args)
-    late = next((recipe.name for recipe in recipes if recipe.phases), "")
+    # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
+    # must be no dropout, and X must keep its mean.
+    in_turn = (each for recipe in recipes for each in recipe.in_turn)
+    mean = next((each.name for each in in_turn if each.x_mean == "subtracted"), "")
     problems = {
-        f"recipe {late}, which has phases, its own or that of --fp4-bf16-after": late,
+        f"x_mean: subtracted of recipe {mean}, since evaluation leaves the mean in X": mean,
         "--mtp-num-layers": args.mtp_num_layers,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,
@@ -37,8 +40,6 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
             args.eval_micro_batch_size not in (None, args.micro_batch_size)
         ),
     }
-    # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
-    # must be no dropout.
     if args.hidden_dropout or args.attention_dropout:
         yield (
             f"{_REPLAYS} with dropout: give --attention-dropout 0 --hidden-dropout 0, since "

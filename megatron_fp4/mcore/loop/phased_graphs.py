@@ -1,0 +1,87 @@
+"""Captures layers again when a phase of a recipe begins (--cuda-graph-impl local).
+
+A CUDA graph repeats the recipe with which its layer was captured. Before the first microbatch of a
+phase all graphs are dropped, and their memory is given back. In this step the layers run without
+graphs, as in the first step of a training, and at its end Megatron captures them.
+
+C stands for megatron/core. Upstream's own C/transformer/cuda_graphs.py:delete_cuda_graphs (0.19)
+does not do it:
+
+- It resets the layers that wait for a capture. Those that were captured are neither replayed nor
+  captured again, and under pipeline parallelism they are replayed as they were.
+- It leaves the graphs' memory reserved. With each input that is allocated in the pool of the graphs
+  (alloc_tensor_from_graph_mempool) torch counts one more use of the pool, which upstream never
+  takes back, and torch frees no pool that is in use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_fp4.mcore.model.run import Run
+
+_uses = 0  # of the pool of the graphs, by the inputs that were allocated in it
+
+
+def install(run: Run, model: Sequence[MegatronModule]) -> None:
+    """Makes `run` drop the graphs of all layers of `model` when a phase of a recipe begins.
+
+    model: the chunks of this rank, before any of their layers is captured.
+    """
+    allocate = cuda_graphs.alloc_tensor_from_graph_mempool
+    if not hasattr(allocate, "__wrapped__"):
+        cuda_graphs.alloc_tensor_from_graph_mempool = _counting(allocate)
+    modules = [module for chunk in model for module in chunk.modules()]
+    managers = [module for module in modules if isinstance(module, CudaGraphManager)]
+    # Megatron made this stream the current one when it built the layers. With another one than the
+    # default stream, layers that ran can be captured.
+    run.drop_graphs = functools.partial(_drop, managers, torch.cuda.current_stream())
+
+
+def _counting(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def alloc_tensor_from_graph_mempool(meta: Any) -> Any:
+        global _uses
+        _uses += 1
+        return upstream(meta)
+
+    return alloc_tensor_from_graph_mempool
+
+
+def _drop(managers: Sequence[CudaGraphManager], stream: torch.cuda.Stream) -> None:
+    """Frees all graphs of this rank, so that its layers run without graphs until the end of the
+    next step that trains, when they are captured.
+
+    managers: of its layers. stream: for what runs until then.
+    """
+    if not _CudagraphGlobalRecord.cudagraph_created:
+        return
+    torch.cuda.synchronize()
+    for manager in managers:
+        for runner in manager.cudagraph_runners:
+            for graph in filter(None, (runner.fwd_graph, runner.bwd_graph)):
+                graph.reset()
+        # A layer makes new runners while no graphs exist. Inputs and outputs go with the old ones.
+        manager.cudagraph_runners.clear()
+    _release_pool()
+    torch._C._cuda_clearCublasWorkspaces()  # captures allocated some in the pool
+    cuda_graphs.delete_cuda_graphs()  # Megatron's record of graphs; gives unused memory back
+    # As when the layers were built. The observer sees which tensors are saved for backward.
+    CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+    _CudagraphGlobalRecord._enable_saved_tensors_observer()
+    torch.cuda.set_stream(stream)
+
+
+def _release_pool() -> None:
+    """Takes back the uses of the graphs' pool that its graphs did not take back themselves."""
+    global _uses
+    for _ in range(_uses):
+        torch._C._cuda_releasePool(torch.cuda.current_device(), CudaGraphManager.global_mempool)
+    _uses = 0
