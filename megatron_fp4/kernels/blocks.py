@@ -23,7 +23,14 @@ from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.float_scales import spread
 from megatron_fp4.kernels.gain import of_unit_gain
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.philox import integers_of, key_of, rest_of_tile, tile_group_indices
+from megatron_fp4.kernels.philox import (
+    integers_of,
+    key_of,
+    neighbour_group_indices,
+    rest_of_neighbours,
+    rest_of_tile,
+    tile_group_indices,
+)
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
 from megatron_fp4.kernels.rows import INFINITE
 from megatron_fp4.kernels.scale_rules import in_scales
@@ -114,6 +121,11 @@ def _rest(
     of the tile in x.
     """
     row0, column0 = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    if AXIS == 1:
+        index = neighbour_group_indices(
+            place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED
+        )
+        return rest_of_neighbours(index, key, stream, INTERPRETED)
     index = tile_group_indices(place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED)
     rest = tl.reshape(rest_of_tile(index, key, stream, INTERPRETED), (ROWS, COLUMNS))
     return tl.trans(rest) if AXIS == 0 else rest
