@@ -145,6 +145,9 @@ BLOCK_SCALES = {
     ),
     "always six": Mistake("four-over-six", four_over_six.smaller_error, _always_six),
     "errors in units of the scale": Mistake("four-over-six", four_over_six._error, _in_scales),
+    "estimates under larger scales": Mistake(
+        "four-over-six-32", four_over_six._estimate, argument("divisor", lambda given: given * 1.1)
+    ),
     "signs of another draw": Mistake(
         "transformed", philox.sign_words, argument("draw", lambda draw: draw + 1)
     ),
