@@ -46,6 +46,9 @@ BLOCK_SCALES = {
     "four-over-six": ("four-over-six", "fprop"),
     "Hadamard 128 + unit gain": ("quartet-2", "dgrad"),
 }
+# What is left out by a branch over so many instructions is for few programs: four-over-six compares
+# errors in float64 only where estimates do not decide.
+SELDOM = 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FROM_CODES = "stochastic, along columns, from codes, with E4M3"
 NOISY = Quantizer(rounding="stochastic")
@@ -84,7 +87,8 @@ def launches() -> dict[str, list[Launch]]:
 def counted(launch: Launch) -> dict[str, float]:
     """Instructions an element, those of ALU, registers of a thread, and warps that run at once."""
     cubin = compiled_launch(launch, 90)["cubin"]
-    codes = executed(sass(cubin), _repeats(launch))
+    compares = launch.constants.get("RULE") == "four-over-six"
+    codes = executed(sass(cubin), _repeats(launch), skips=compares)
     rows, columns = _tile(launch)
     share = 32 * launch.options["num_warps"] / (rows * columns)
     used = registers(cubin)
@@ -115,17 +119,24 @@ def _repeats(launch: Launch) -> int:
     return _tile(launch)[0] // (16 if launch.constants["AXIS"] == 1 else 64)
 
 
-def executed(text: str, repeats: int) -> list[str]:
+def executed(text: str, repeats: int, skips: bool = False) -> list[str]:
     """The opcodes of the instructions that one warp executes, in their order.
 
     text: the kernel's instructions, as nvdisasm prints them. repeats: how often the loop of the
-    kernel runs; it has one at most, which may not contain a branch.
+    kernel runs; it has one at most, which may not contain a branch. skips: whether a
+    branch forward over SELDOM instructions or more is taken.
     """
     found: list[str] = []
     labels: dict[str, int] = {}
-    for line in text.splitlines():
+    lines = text.splitlines()
+    seldom = _over_many(lines) if skips else set()
+    ends = ""
+    for line in lines:
         if label := re.match(r"\.(L_x_\d+):", line):
             labels[label[1]] = len(found)
+            ends = "" if ends == label[1] else ends
+        if ends:
+            continue
         code = re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z0-9]+)", line)
         if code is None or code[2] == "NOP":
             continue
@@ -133,9 +144,21 @@ def executed(text: str, repeats: int) -> list[str]:
         target = re.search(r"@.* BRA `\(\.(L_x_\d+)\)", line)
         if target and target[1] in labels:
             found += found[labels[target[1]] :] * (repeats - 1)
+        elif target and target[1] in seldom:
+            ends = target[1]
         elif code[2] == "EXIT":
             break
     return found
+
+
+def _over_many(lines: list[str]) -> set[str]:
+    """The labels to which a branch leads over SELDOM lines or more."""
+    starts: dict[str, int] = {}
+    for at, line in enumerate(lines):
+        if target := re.search(r"@.* BRA `\(\.(L_x_\d+)\)", line):
+            starts.setdefault(target[1], at)
+    ends = {line.split(":")[0][1:]: at for at, line in enumerate(lines) if line.startswith(".L_x")}
+    return {name for name, at in starts.items() if ends[name] - at >= SELDOM}
 
 
 def rows() -> list[dict[str, Any]]:

@@ -20,14 +20,20 @@ from megatron_fp4.arithmetic.philox import Noise, signed
 from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
-from megatron_fp4.kernels.float_scales import code_of, divisor_of, spread
-from megatron_fp4.kernels.four_over_six import smaller_error
-from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of
+from megatron_fp4.kernels.float_scales import spread
 from megatron_fp4.kernels.gain import of_unit_gain
 from megatron_fp4.kernels.launch import INTERPRETED, NUMBER, Launch, kernel, planned, tiles
-from megatron_fp4.kernels.philox import integers_of, key_of, rest_of_tile, tile_group_indices
+from megatron_fp4.kernels.philox import (
+    integers_of,
+    key_of,
+    neighbour_group_indices,
+    rest_of_neighbours,
+    rest_of_tile,
+    tile_group_indices,
+)
 from megatron_fp4.kernels.quantize import RANDOM, SILENCE, is_in_memory, random_of
 from megatron_fp4.kernels.rows import INFINITE
+from megatron_fp4.kernels.scale_rules import in_scales
 from megatron_fp4.kernels.tile_hadamard import Transform, Turn, loaded, turn_of
 
 TILE, WARPS = 64, 4  # rows and columns of a program's tile
@@ -115,45 +121,14 @@ def _rest(
     of the tile in x.
     """
     row0, column0 = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    if AXIS == 1:
+        index = neighbour_group_indices(
+            place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED
+        )
+        return rest_of_neighbours(index, key, stream, INTERPRETED)
     index = tile_group_indices(place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED)
     rest = tl.reshape(rest_of_tile(index, key, stream, INTERPRETED), (ROWS, COLUMNS))
     return tl.trans(rest) if AXIS == 0 else rest
-
-
-@triton.jit
-def _in_scales(
-    v,
-    maxima,
-    tensor_scale,
-    TENSOR_MAX: tl.constexpr,
-    INFLATE: tl.constexpr,
-    RULE: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    ACROSS: tl.constexpr,
-    ALONG: tl.constexpr,
-):
-    """Chooses a scale for each block of v by RULE, and divides the block's elements by it.
-
-    Returns (the codes of the scales, int32 of maxima's shape; the magnitudes of v in units of the
-    scales, float32 of v's shape).
-
-    v: float32 [rows, columns]. maxima: float32 [rows / ACROSS, columns / ALONG], the largest
-    magnitudes of its blocks; 0 for a block that is not finite. tensor_scale: float32 []. For the
-    constants see `cast_kernel`.
-    """
-    if RULE == "mse-fp8":
-        if TENSOR_MAX > 0:
-            v, maxima = tl.div_rn(v, tensor_scale), tl.div_rn(maxima, tensor_scale)
-        scale = best_in_fp8(v, maxima, BIAS, MAX, ALONG)
-        scaled = v * spread(inverse_of(scale, BIAS), ACROSS, ALONG)
-    else:
-        wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * 6.0, maxima.shape)) * INFLATE
-        scale = code_of(wanted, BIAS, MAX, RULE == "up")
-        if RULE == "four-over-six":
-            scale = smaller_error(v, maxima, scale, tensor_scale, BIAS, MAX, INFLATE, ALONG)
-        scaled = tl.div_rn(v, spread(divisor_of(scale, tensor_scale, BIAS), ACROSS, ALONG))
-    return scale, tl.abs(scaled)
 
 
 @triton.jit
@@ -242,8 +217,8 @@ def cast_kernel(
     maxima = _maxima(v, ACROSS, ALONG)
     finite = maxima < INFINITE
     maxima = _finite_or_0(maxima).to(tl.float32, bitcast=True)
-    scale, scaled = _in_scales(
-        v, maxima, tensor_scale, TENSOR_MAX, INFLATE, RULE, BIAS, MAX, ACROSS, ALONG
+    scale, scaled = in_scales(
+        v, maxima, tensor_scale, TENSOR_MAX, INFLATE, RULE, BIAS, MAX, ACROSS, ALONG, INTERPRETED
     )
     scaled = _saturated(scaled * PRESCALE)
     if STOCHASTIC:

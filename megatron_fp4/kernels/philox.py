@@ -182,6 +182,24 @@ def tile_group_indices(
 
 
 @triton.jit
+def neighbour_group_indices(
+    place,
+    row0,
+    column0,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Group indices, int64 [COLUMNS / 16, ROWS, 2], of a tile in which a thread holds 16 neighbours
+    of a row. For the arguments see `tile_group_indices`."""
+    two = tl.arange(0, 2)[None, None, :]
+    rows = row0 + tl.arange(0, ROWS)[None, :, None] + 0 * two
+    groups = column0 // 8 + 2 * tl.arange(0, COLUMNS // 16)[:, None, None] + two
+    return group_indices(place, rows, groups, HAS_GROUPS, INTERPRETED)
+
+
+@triton.jit
 def key_of(random, IN_MEMORY: tl.constexpr):
     """(step, low word of the seed, high word of the seed) of a `Random`.
 
@@ -206,3 +224,11 @@ def rest_of_tile(index, key, stream, INTERPRETED: tl.constexpr):
     COLUMNS: tl.constexpr = index.shape[0] * 8
     rest = tl.permute(tl.reshape(rest, index.shape + (8,)), (1, 2, 0, 3))
     return tl.reshape(rest, (index.shape[1], 8, COLUMNS))
+
+
+@triton.jit
+def rest_of_neighbours(index, key, stream, INTERPRETED: tl.constexpr):
+    """As `rest_of_tile`, int32 [ROWS, COLUMNS]. index: from `neighbour_group_indices`."""
+    step, seed_low, seed_high = key
+    rest = rest16(index, step, stream, seed_low, seed_high, INTERPRETED)
+    return tl.reshape(tl.permute(rest, (1, 0, 2)), (index.shape[1], index.shape[0] * 16))

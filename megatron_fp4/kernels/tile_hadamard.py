@@ -54,14 +54,20 @@ def _matrix(signs_ptr, TURN: tl.constexpr):
 
     signs_ptr: float32 [group]; read if TURN.SIGNED.
     """
-    i = tl.arange(0, TURN.GROUP)
-    both = i[:, None] & i[None, :]
-    both ^= both >> 4
-    odd = (0x6996 >> (both & 15)) & 1  # bit n of 0x6996: whether popcount(n) is odd
-    entries = 1.0 - 2.0 * odd.to(tl.float32)
+    HIGH: tl.constexpr = TURN.GROUP // 16
+    low = _odd(tl.arange(0, 16)[None, :, None, None] & tl.arange(0, 16)[None, None, None, :])
+    high = _odd(tl.arange(0, HIGH)[:, None, None, None] & tl.arange(0, HIGH)[None, None, :, None])
+    bits = (high << 31) ^ ((low << 31) | 0x3F800000)
     if TURN.SIGNED:
-        entries *= tl.load(signs_ptr + i)[:, None]
-    return entries
+        signs = tl.load(signs_ptr + tl.arange(0, TURN.GROUP)).to(tl.int32, bitcast=True)
+        bits ^= tl.reshape(signs & -0x80000000, (HIGH, 16, 1, 1))
+    return tl.reshape(bits.to(tl.float32, bitcast=True), (TURN.GROUP, TURN.GROUP))
+
+
+@triton.jit
+def _odd(n):
+    """Whether integers in [0, 16) have an odd number of bits that are 1: 1 or 0."""
+    return (0x6996 >> n) & 1
 
 
 @triton.jit
@@ -90,16 +96,49 @@ def _transformed(
 
     v: float32 [rows, columns]. IN_BF16: whether it holds BF16 values. signs_ptr: see `_matrix`.
     """
-    ROWS: tl.constexpr = v.numel // TURN.GROUP
-    x, h = tl.reshape(v, (ROWS, TURN.GROUP)), _matrix(signs_ptr, TURN)
+    GROUP: tl.constexpr = TURN.GROUP
+    ROWS: tl.constexpr = v.numel // GROUP
+    x, h = tl.reshape(v, (ROWS, GROUP)), _matrix(signs_ptr, TURN)
+    # A thread has columns 2 t + 8 j and 2 t + 8 j + 1 of a product, for one t below 4 and all j. In
+    # this order of the columns they are 16 neighbours of a row, as in `_read`.
+    if GROUP % 64 == 0:
+        h = tl.permute(tl.reshape(h, (GROUP, GROUP // 64, 4, 8, 2)), (0, 1, 3, 2, 4))
+        h = tl.reshape(h, (GROUP, GROUP))
     if INTERPRETED:  # it would multiply BF16 as integers
         product = tl.dot(x, h, input_precision="ieee")
     elif IN_BF16:
         product = tl.dot(x.to(tl.bfloat16), h.to(tl.bfloat16))
     else:
         product = _product_of_float32(x, h.to(tl.bfloat16))
+    if GROUP % 64 == 0:
+        product = tl.reshape(product, (ROWS, GROUP // 64, 8, 4, 2))
+        product = tl.permute(product, (0, 1, 3, 2, 4))
     bits = bf16_bits(product * TURN.FACTOR) << 16
     return tl.reshape(bits.to(tl.float32, bitcast=True), (v.shape[0], v.shape[1]))
+
+
+@triton.jit
+def _read(x_ptr, n_rows, n_columns, BELOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile of x that this program handles [ROWS, COLUMNS], as it is in memory; zeros outside.
+
+    A thread holds 16 neighbours, of a column if BELOW, else of a row: it finds the largest of a
+    block alone. The hints to the compiler spread the threads over the other axes; see
+    `source.loaded`.
+    """
+    if BELOW:
+        rows = 16 * tl.arange(0, ROWS // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+        columns = tl.multiple_of(columns, [1, 1, 2])  # a thread loads two of them at once
+    else:
+        rows = tl.arange(0, ROWS)[:, None, None, None]
+        columns = 16 * tl.arange(0, COLUMNS // 16)[None, :, None, None]
+        columns += 8 * tl.arange(0, 2)[None, None, :, None] + tl.arange(0, 8)[None, None, None, :]
+        columns += tl.program_id(1) * COLUMNS
+    rows += tl.program_id(0) * ROWS
+    places = x_ptr + rows.to(tl.int64) * n_columns + columns
+    places = tl.max_contiguous(places, [2, 1, 4] if BELOW else [2, 4, 1, 8])
+    v = tl.load(places, mask=(rows < n_rows) & (columns < n_columns), other=0)
+    return tl.reshape(v, (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -120,11 +159,8 @@ def loaded(
     signs_ptr: float32 [group], the signs of a transform along AXIS; read if TURN.SIGNED.
     ROWS, COLUMNS: of the tile, with whole groups.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    there = (rows < n_rows) & (columns < n_columns)
     IN_BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
-    v = tl.load(x_ptr + rows.to(tl.int64) * n_columns + columns, mask=there, other=0)
+    v = _read(x_ptr, n_rows, n_columns, AXIS == 0 and TURN.GROUP == 0, ROWS, COLUMNS)
     if IN_BF16:
         v = (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     v = tl.trans(v) if AXIS == 0 else v

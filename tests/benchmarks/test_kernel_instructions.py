@@ -30,6 +30,18 @@ def test_a_loop_is_counted_as_often_as_it_runs() -> None:
     assert executed(LOOP, 4) == ["MOV", *["IADD3", "LOP3", "BRA"] * 4, "EXIT"]
 
 
+def test_what_few_programs_do_is_not_counted() -> None:
+    def text(between: int) -> str:
+        many = "        /*0020*/                   DADD R2, R2, R4 ;\n" * between
+        head = "        /*0010*/               @P3 BRA `(.L_x_11) ;\n"
+        return f"{head}{many}.L_x_11:\n        /*0030*/                   EXIT ;\n"
+
+    many = text(kernel_instructions.SELDOM)
+    assert executed(many, 1, skips=True) == ["BRA", "EXIT"]
+    assert executed(many, 1).count("DADD") == kernel_instructions.SELDOM
+    assert executed(text(3), 1, skips=True) == ["BRA", "DADD", "DADD", "DADD", "EXIT"]
+
+
 def test_the_table_is_that_of_the_result() -> None:
     found = result("kernel_instructions")["rows"]
     page = (ROOT / "docs/notes/quantize-kernels.md").read_text()

@@ -52,6 +52,12 @@ def test_codes_with_scales_in_small_floats_are_the_reference_s(name: str) -> Non
     assert list(differences("cuda", name)) == []
 
 
+def test_quotients_are_those_of_ieee_754() -> None:
+    from testing.kernels.compare_quotients import differences
+
+    assert list(differences("cuda")) == []
+
+
 def test_products_are_scaled_as_by_pytorch() -> None:
     from testing.kernels.compare_scaled_product import differences
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,9 @@ def test_the_default_of_triton_changes_nothing(name: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(language, "default_fp_fusion", default)
         assert ptx(name) == as_said
     if not kernel_of(name).fp_fusion:
-        assert not any(instruction in as_said for instruction in FUSED)
+        # What a kernel asks for in assembly is none of the compiler's doing.
+        compiled_alone = re.sub(r"// begin inline asm.*?// end inline asm", "", as_said, flags=re.S)
+        assert not any(instruction in compiled_alone for instruction in FUSED)
         # Negative control: there is something to fuse.
         assert any(i in ptx(name, enable_fp_fusion=True) for i in FUSED)
 

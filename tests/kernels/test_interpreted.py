@@ -43,6 +43,7 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
         pytest.param("swiglu", marks=pytest.mark.outside),
         "rms_norm",
         "scaled_product",
+        pytest.param("quotients", marks=pytest.mark.outside),
     ],
 )
 def test_other_kernels_are_the_reference_s(comparison: str) -> None:
@@ -55,6 +56,8 @@ def test_other_kernels_are_the_reference_s(comparison: str) -> None:
         *(("block_scales", name) for name in ("2d", "ue5m3-sr", "in-fp8-tensor", "gain-drawn")),
         *(("block_scales", f"transformed {name}") for name in ("nvfp4-17-16-sr 16", "ue5m3 64")),
         ("block_scales", "four-over-six-32"),
+        ("quotients", "some"),
+        ("quotients", "exponents"),
         ("carriers", "16 x 96"),
         ("carriers", "row scales"),
         ("carriers", "mse-fp8"),

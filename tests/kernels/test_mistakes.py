@@ -28,6 +28,7 @@ QUICK |= {
     "the largest does not fit",
     "bits without the rank",
     "sums of what is not there",
+    "a product is rounded before it is added",
 }
 
 

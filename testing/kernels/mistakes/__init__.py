@@ -11,7 +11,7 @@ from testing.kernels.mistakes.in_mxfp4 import MXFP4
 from testing.kernels.mistakes.in_ramping import RAMPING
 from testing.kernels.mistakes.in_rms_norm import RMS_NORM
 from testing.kernels.mistakes.in_scaled_product import SCALED_PRODUCT
-from testing.kernels.mistakes.in_scales import BLOCK_SCALES, ROW_SCALES
+from testing.kernels.mistakes.in_scales import BLOCK_SCALES, QUOTIENTS, ROW_SCALES
 from testing.kernels.mistakes.in_swiglu import SWIGLU
 from testing.kernels.mistakes.injection import Mistake, bind
 
@@ -29,6 +29,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "rms_norm": RMS_NORM,
     "messages": MESSAGES,
     "scaled_product": SCALED_PRODUCT,
+    "quotients": QUOTIENTS,
 }
 NONE = "none"
 

@@ -16,6 +16,7 @@ from megatron_fp4.kernels import (
     fp8_scales,
     gain,
     philox,
+    quotients,
     rows,
     tile_hadamard,
 )
@@ -144,6 +145,9 @@ BLOCK_SCALES = {
     ),
     "always six": Mistake("four-over-six", four_over_six.smaller_error, _always_six),
     "errors in units of the scale": Mistake("four-over-six", four_over_six._error, _in_scales),
+    "estimates under larger scales": Mistake(
+        "four-over-six-32", four_over_six._estimate, argument("divisor", lambda given: given * 1.1)
+    ),
     "signs of another draw": Mistake(
         "transformed", philox.sign_words, argument("draw", lambda draw: draw + 1)
     ),
@@ -157,4 +161,15 @@ BLOCK_SCALES = {
     "ties go up": Mistake(
         "e4m3", encode.nearest, argument("magnitudes", lambda given: given * 1.0000002)
     ),
+}
+
+
+def _rounded_twice(right: Any, a: Any, b: Any, c: Any, INTERPRETED: Any) -> Any:
+    product = a * b
+    return tl.where(tl.abs(product) < 1e-6, product + c, right(a, b, c, INTERPRETED))
+
+
+QUOTIENTS = {
+    # The error of the quotient, which is small, times the reciprocal.
+    "a product is rounded before it is added": Mistake("some", quotients._fused, _rounded_twice),
 }

@@ -1,0 +1,52 @@
+"""Block scales in E4M3 and UE5M3 by each rule, and the elements divided by them, in Triton.
+
+The bits are those of `_scale_float` in arithmetic/scaling.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fp4.kernels.float_scales import code_of, divisor_of, spread
+from megatron_fp4.kernels.four_over_six import smaller_error
+from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of
+from megatron_fp4.kernels.quotients import quotients
+
+
+@triton.jit
+def in_scales(
+    v,
+    maxima,
+    tensor_scale,
+    TENSOR_MAX: tl.constexpr,
+    INFLATE: tl.constexpr,
+    RULE: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    ACROSS: tl.constexpr,
+    ALONG: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Chooses a scale for each block of v by RULE, and divides the block's elements by it.
+
+    Returns (the codes of the scales, int32 of maxima's shape; the magnitudes of v in units of the
+    scales, float32 of v's shape).
+
+    v: float32 [rows, columns]. maxima: float32 [rows / ACROSS, columns / ALONG], the largest
+    magnitudes of its blocks; 0 for a block that is not finite. tensor_scale: float32 []. For the
+    constants see `blocks.cast_kernel`.
+    """
+    if RULE == "mse-fp8":
+        if TENSOR_MAX > 0:
+            v, maxima = tl.div_rn(v, tensor_scale), tl.div_rn(maxima, tensor_scale)
+        scale = best_in_fp8(v, maxima, BIAS, MAX, ALONG)
+        scaled = tl.abs(v * spread(inverse_of(scale, BIAS), ACROSS, ALONG))
+    else:
+        wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * 6.0, maxima.shape)) * INFLATE
+        scale = code_of(wanted, BIAS, MAX, RULE == "up")
+        if RULE == "four-over-six":
+            scale = smaller_error(v, maxima, scale, tensor_scale, BIAS, MAX, INFLATE, ALONG)
+        divisor = divisor_of(scale, tensor_scale, BIAS)
+        scaled = quotients(v, divisor, ACROSS, ALONG, INTERPRETED)
+    return scale, scaled
