@@ -39,7 +39,9 @@ def in_scales(
     """
     if RULE == "mse-fp8":
         if TENSOR_MAX > 0:
-            v, maxima = tl.div_rn(v, tensor_scale), tl.div_rn(maxima, tensor_scale)
+            whole = tl.broadcast_to(tensor_scale, (1, 1))
+            v = quotients(v, whole, v.shape[0], v.shape[1], INTERPRETED)
+            maxima = tl.div_rn(maxima, tensor_scale)
         scale = best_in_fp8(v, maxima, BIAS, MAX, ALONG)
         scaled = tl.abs(v * spread(inverse_of(scale, BIAS), ACROSS, ALONG))
     else:
