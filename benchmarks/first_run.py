@@ -53,7 +53,7 @@ RECIPES = ("tetrajet", "mxfp4", "fp8")
 COMPARISONS = (
     "mxfp4", "carriers", "block_scales", "row_scales", "averages", "dge_factor", "outlier_clamp",
     "ramping", "low_bit_adamw", "messages", "sent_weights", "swiglu", "rms_norm", "rotary",
-    "scaled_product",
+    "scaled_product", "quotients",
 )  # fmt: skip
 GPU = torch.device("cuda", 0)
 

@@ -86,7 +86,7 @@ def top_kernel(
     AXIS: the blocked axis. ACROSS, ALONG: the size of a block across this axis and along it.
     ROWS, COLUMNS: of the tile of x that a program handles.
     """
-    v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, TURN, INTERPRETED, ROWS, COLUMNS)
+    v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, ALONG, TURN, INTERPRETED, ROWS, COLUMNS)
     maxima = _finite_or_0(_maxima(v, ACROSS, ALONG))
     tl.atomic_max(largest_ptr, tl.max(maxima))
 
@@ -198,7 +198,7 @@ def cast_kernel(
     docs/numerics.md, E4M3 and UE5M3, has the steps. A block with Inf or NaN gets codes 0 and the
     scale NaN.
     """
-    v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, TURN, INTERPRETED, ROWS, COLUMNS)
+    v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, ALONG, TURN, INTERPRETED, ROWS, COLUMNS)
     rest = 0
     if STOCHASTIC or SCALES_DRAW:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row

@@ -148,6 +148,7 @@ def loaded(
     n_rows,
     n_columns,
     AXIS: tl.constexpr,
+    ALONG: tl.constexpr,
     TURN: tl.constexpr,
     INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -157,10 +158,13 @@ def loaded(
 
     x_ptr: the bits of BF16 [n_rows, n_columns], int16; before a transform also float32.
     signs_ptr: float32 [group], the signs of a transform along AXIS; read if TURN.SIGNED.
-    ROWS, COLUMNS: of the tile, with whole groups.
+    ALONG: the size of a block along AXIS. ROWS, COLUMNS: of the tile, with whole groups.
     """
     IN_BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
-    v = _read(x_ptr, n_rows, n_columns, AXIS == 0 and TURN.GROUP == 0, ROWS, COLUMNS)
+    # Blocks of 32 would lie in two threads, of warps that Triton 3.6 takes for others; see
+    # testing/kernels/reductions.py.
+    BELOW: tl.constexpr = AXIS == 0 and TURN.GROUP == 0 and ALONG == 16
+    v = _read(x_ptr, n_rows, n_columns, BELOW, ROWS, COLUMNS)
     if IN_BF16:
         v = (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     v = tl.trans(v) if AXIS == 0 else v

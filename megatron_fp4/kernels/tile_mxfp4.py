@@ -207,9 +207,38 @@ def quantize_along_columns(
     byte, whole, half, low_live, high_live = _scales_of_columns(
         pairs, average, ROUNDING, INTERPRETED
     )
-    words = _words_of_columns(
-        pairs, rest, average, whole, half, low_live, high_live, ROUNDING, INTERPRETED
-    )
+    # In a function of its own, as `_words_of_rows`, this would spill registers of a SwiGLU's
+    # gradient whose Y is in E4M3.
+    blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
+    half = tl.broadcast_to(half[:, None, None, :], (L // E, E, 8, C // 2))
+    clips: tl.constexpr = not ROUNDING.CEIL and ROUNDING.PRESCALE == 1.0
+    if ROUNDING.STOCHASTIC or ROUNDING.AVERAGED:
+        scaled = encode.halved(blocked, half, clips, INTERPRETED)
+        if ROUNDING.STOCHASTIC:
+            eights = tl.reshape(encode.unpacked(scaled), (L, 2, 2, 2, C))
+            eights = tl.permute(eights, (0, 4, 1, 2, 3))
+            rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
+            codes = encode.stochastic(eights, rest, ROUNDING.PRESCALE, INTERPRETED)
+            words = encode.words_of_highest(codes, INTERPRETED)
+        else:
+            average = tl.reshape(average, (L // E, E, 8, C))
+            codes = tl.reshape(encode.nearer(scaled, blocked, half, average), (L, 2, 2, 2, C))
+            words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
+        even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
+        low_even, high_even = encode.sign_bytes(even, INTERPRETED)
+        low_odd, high_odd = encode.sign_bytes(odd, INTERPRETED)
+        signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
+        words |= tl.reshape(signs, (L, C))
+    else:
+        whole = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
+        # The halves of a word belong to two blocks. Inf or NaN in one would change the codes of the
+        # other, so blocks that are not finite are set to zero.
+        finite = (low_live & 0xFFFF) | (high_live & -0x10000)
+        finite = tl.broadcast_to(finite[:, None, None, :], (L // E, E, 8, C // 2))
+        finite = blocked & 0x7FFF7FFF & finite
+        codes = encode.nearest_pairs(finite, blocked, whole, half, clips, INTERPRETED)
+        codes = tl.permute(tl.reshape(codes, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3))
+        words = encode.words_below(codes, INTERPRETED)
     byte = tl.reshape(tl.join(byte & 0xFF, byte >> 16), (L // E, 1, C))
     live = tl.reshape(tl.join(low_live, high_live), (L // E, 1, C))
     words &= tl.reshape(tl.broadcast_to(live, (L // E, E, C)), (L, C))
@@ -262,56 +291,3 @@ def _scales_of_columns(pairs, average, ROUNDING: tl.constexpr, INTERPRETED: tl.c
         low, high = tl.split(tl.reshape(alive, (L // E, C // 2, 2)))
         low_live, high_live = low_live & low, high_live & high
     return byte, whole, half, low_live, high_live
-
-
-@triton.jit
-def _words_of_columns(
-    pairs,
-    rest,
-    average,
-    whole,
-    half,
-    low_live,
-    high_live,
-    ROUNDING: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """int32 [rows / 8, columns]: words of eight codes, of blocks along the columns.
-
-    whole, half, low_live, high_live: of `_scales_of_columns`. The other arguments are as in
-    `quantize_along_rows`.
-    """
-    L: tl.constexpr = pairs.shape[0]
-    C: tl.constexpr = pairs.shape[2] * 2
-    E: tl.constexpr = ROUNDING.BLOCK // 8
-    blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
-    half = tl.broadcast_to(half[:, None, None, :], (L // E, E, 8, C // 2))
-    clips: tl.constexpr = not ROUNDING.CEIL and ROUNDING.PRESCALE == 1.0
-    if ROUNDING.STOCHASTIC or ROUNDING.AVERAGED:
-        scaled = encode.halved(blocked, half, clips, INTERPRETED)
-        if ROUNDING.STOCHASTIC:
-            eights = tl.reshape(encode.unpacked(scaled), (L, 2, 2, 2, C))
-            eights = tl.permute(eights, (0, 4, 1, 2, 3))
-            rest = tl.permute(tl.reshape(rest, (L, 2, 2, 2, C)), (0, 4, 1, 2, 3))
-            codes = encode.stochastic(eights, rest, ROUNDING.PRESCALE, INTERPRETED)
-            words = encode.words_of_highest(codes, INTERPRETED)
-        else:
-            average = tl.reshape(average, (L // E, E, 8, C))
-            codes = tl.reshape(encode.nearer(scaled, blocked, half, average), (L, 2, 2, 2, C))
-            words = encode.words(tl.permute(codes, (0, 4, 1, 2, 3)))
-        even, odd = tl.split(tl.permute(tl.reshape(pairs, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3)))
-        low_even, high_even = encode.sign_bytes(even, INTERPRETED)
-        low_odd, high_odd = encode.sign_bytes(odd, INTERPRETED)
-        signs = tl.join(encode.signs(low_even, low_odd), encode.signs(high_even, high_odd))
-        words |= tl.reshape(signs, (L, C))
-    else:
-        whole = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
-        # The halves of a word belong to two blocks. Inf or NaN in one would change the codes of the
-        # other, so blocks that are not finite are set to zero.
-        finite = (low_live & 0xFFFF) | (high_live & -0x10000)
-        finite = tl.broadcast_to(finite[:, None, None, :], (L // E, E, 8, C // 2))
-        finite = blocked & 0x7FFF7FFF & finite
-        codes = encode.nearest_pairs(finite, blocked, whole, half, clips, INTERPRETED)
-        codes = tl.permute(tl.reshape(codes, (L, 2, 2, 2, C // 2)), (0, 4, 1, 2, 3))
-        words = encode.words_below(codes, INTERPRETED)
-    return words

@@ -61,7 +61,7 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
 
 
 @OF_PINNED_TRITON
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_y_in_e4m3_takes_no_more_memory_than_in_bf16(rounding: str, capability: int) -> None:
     """It spills no more registers, hands no element to another thread, and as many programs run at
@@ -123,7 +123,7 @@ def test_a_choice_by_errors_fits_the_registers(along: tuple[Any, Any]) -> None:
 
 
 @OF_PINNED_TRITON
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("block", [32, pytest.param(16, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("form", ["along rows", "along columns", "both", "one draw", "packed"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

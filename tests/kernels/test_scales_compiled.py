@@ -81,7 +81,13 @@ def test_casts_with_scales_in_small_floats_compile(
         assert ("mma" in ptx) == (group != 0)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+MIDDLE = {32, 64}  # groups whose transforms need fewer registers than those of 128
+
+
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(each, marks=pytest.mark.outside) if each in MIDDLE else each for each in GROUPS],
+)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
