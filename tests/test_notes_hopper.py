@@ -9,7 +9,12 @@ import pytest
 from benchmarks import kernel_instructions, linear, linear_kernels, mlp
 from megatron_fp4 import get_recipe
 from tests.test_notes import result, says
-from tests.test_readme import LOW, weights_gradients_and_optimizer, with_fp8_input
+from tests.test_readme import (
+    LOW,
+    weights_gradients_and_optimizer,
+    with_fp8_input,
+    with_no_codes_held,
+)
 
 
 def of_a_linear() -> list[str]:
@@ -192,12 +197,15 @@ def of_commits() -> list[str]:
 
 def of_memory_beside_bf16_with_the_flag() -> list[str]:
     row, times = with_fp8_input()
+    none, of_bf16, of_other = with_no_codes_held()
     [low] = [row for row in result("fused-step")["rows"] if row["name"] == LOW]
     return [
         f"its peak is then {row['peak_gib']:.1f} GiB, at {row['ratio']:.2f} times its speed",
         "Without weights, gradients and optimizer the "
         f"{low['peak_gib']:.1f} GiB of `tetrajet` with "
         f"both flags are {times:.2f} times that",
+        f"the peak is {none['peak_gib']:.1f} GiB, at {none['ratio']:.2f} times BF16's speed",
+        f"{of_bf16:.2f} times BF16's memory, and {of_other:.2f} times that of BF16 with the first",
     ]
 
 

@@ -20,9 +20,8 @@ from megatron_fp4.setting import Setting
 from megatron_fp4.target import gpu_named
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Of steps on one H200, the newest first. Those without a row of BF16 are last; they have BESIDE.
-STEPS = ["fused-step-others", "fused-step", "training_step", "finalists-step"]
-BESIDE = "tetrajet"
+# Of steps on one H200, the newest first.
+STEPS = ["finalists-step", "fused-step-others", "fused-step", "training_step"]
 LINEARS = "linear-formats"
 # The linear and the device that bits are counted for.
 SETTING = Setting(
@@ -35,9 +34,8 @@ SETTING = Setting(
 class Speed:
     """How fast a training step is.
 
-    ratio: in times of BF16's speed in the same file; where a file has no BF16, in times of BESIDE's
-        speed there, times that of BESIDE. tokens: a second. files: the names of the results, one
-        for each phase of the recipe, which is measured by itself.
+    ratio: in times of BF16's speed in the same file. tokens: a second. files: the names of the
+        results, one for each phase of the recipe, which is measured by itself.
     """
 
     ratio: float
@@ -110,11 +108,7 @@ def linear_of(name: str) -> tuple[float, float] | None:
 def _speed(file: str, name: str) -> Speed:
     """The speed of a row of `file`."""
     rows = _rows(file)
-    if BF16 in rows:
-        return Speed(rows[BF16]["ms"] / rows[name]["ms"], rows[name]["tokens/s"], (file,))
-    beside = next(_speed(each, BESIDE) for each in STEPS if {BF16, BESIDE} <= _rows(each).keys())
-    faster = rows[BESIDE]["ms"] / rows[name]["ms"]
-    return Speed(faster * beside.ratio, faster * beside.tokens, (file,))
+    return Speed(rows[BF16]["ms"] / rows[name]["ms"], rows[name]["tokens/s"], (file,))
 
 
 def _speed_of(recipe: Recipe) -> Speed | None:

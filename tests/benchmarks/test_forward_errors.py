@@ -80,3 +80,18 @@ def test_the_page_has_the_measured_linears() -> None:
     )
     assert f"take {min(slower):.2f} to {max(slower):.2f} times as long as those of `tet" in PAGE
     assert f"and {min(of_fp8):.2f} to {max(of_fp8):.2f} times as long as those of `fp8`" in PAGE
+
+
+def test_the_page_has_the_linears_before_and_after_the_present_kernels() -> None:
+    found = [
+        {
+            (row["recipe"], row["in"], row["out"]): row
+            for row in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+        }
+        for name in ("linear-block-scales-before", "linear-block-scales")
+    ]
+    shapes = [at[1:] for at in found[1] if at[0] == "bf16"]
+    for name in ("nvfp4-nvidia", "four-over-six", "ue5m3", "quartet-2"):
+        ratios = [[rows[(name, *shape)]["ratio"] for rows in found] for shape in shapes]
+        cells = [f"{before:.2f}, {after:.2f}" for before, after in ratios]
+        assert f"| `{name}` | {' | '.join(cells)} |" in PAGE
