@@ -109,7 +109,7 @@ def test_codes_on_two_ranks() -> None:
         assert case["equal"] and not case["problems"], (name, case)
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_a_layout_of_arguments_that_is_not_known_stays_in_python() -> None:
     """Where the small kernel of the start shows it, and where later kernels alone do."""
     found = compared("mxfp4", interpreted=True, script=LAYOUTS)

@@ -122,7 +122,7 @@ def test_codes_and_losses_are_those_of_the_plain_gather(name: str) -> None:
         assert says in found.output
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_eight_ranks_cut_blocks() -> None:
     """Shards are multiples of 16 elements, and blocks have 32."""
     found = check(8, f"{TETRAJET} {BUCKETS} --micro-batch-size 1 {EIGHT}")

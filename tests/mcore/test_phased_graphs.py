@@ -104,28 +104,33 @@ def test_uses_of_a_pool_that_stay_would_be_noticed() -> None:
 OWN_LAYERS = ("--fp4-module-recipe", "*layers.0.*=tetrajet", "--fp4-module-recipe", "*.1.*fc2=bf16")
 
 
-@pytest.mark.slow
+LAUNCHES = {  # processes, flags, how many phases begin
+    "pp2": (2, (*PIPELINE, *PHASES), 2),
+    "vpp2": (2, (*VIRTUAL, *PHASES), 2),
+    "dp2": (2, (*OVERLAP, *PHASES), 2),
+    "experts": (1, (*PHASES, *PADDED_EXPERTS), 2),
+    "modules": (1, (*PHASES, *OWN_LAYERS), 2),
+    "bf16-after": (1, (*RECIPE, "tetrajet", "--fp4-bf16-after", "0.5"), 1),
+    "auto": (1, (*RECIPE, "auto", "--num-layers", "4"), 1),
+}
+MOST = "vpp2", "auto"  # the others are run by make test-outside
+
+
 @pytest.mark.parametrize(
-    ("processes", "flags", "begun"),
-    [
-        (2, (*PIPELINE, *PHASES), 2),
-        (2, (*VIRTUAL, *PHASES), 2),
-        (2, (*OVERLAP, *PHASES), 2),
-        (1, (*PHASES, *PADDED_EXPERTS), 2),
-        (1, (*PHASES, *OWN_LAYERS), 2),
-        (1, (*RECIPE, "tetrajet", "--fp4-bf16-after", "0.5"), 1),
-        (1, (*RECIPE, "auto", "--num-layers", "4"), 1),
-    ],
-    ids=["pp2", "vpp2", "dp2", "experts", "modules", "bf16-after", "auto"],
-)
-def test_each_phase_is_captured_in_other_launches(
-    processes: int, flags: tuple[str, ...], begun: int
-) -> None:
+    "launch",
+    [pytest.param(x, marks=getattr(pytest.mark, "slow" if x in MOST else "outside"))
+     for x in LAUNCHES],
+)  # fmt: skip
+def test_each_phase_is_captured_in_other_launches(launch: str) -> None:
+    processes, flags, begun = LAUNCHES[launch]
     same_training(processes, *flags, begun=begun)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", ["2", "3"], ids=["at its begin", "in its middle"])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param("2", marks=pytest.mark.outside), pytest.param("3", marks=pytest.mark.slow)],
+    ids=["at its begin", "in its middle"],
+)
 def test_a_run_that_resumes_in_a_phase_captures_it(step: str, tmp_path: Path) -> None:
     """And captures the next one, as a run without a break."""
     folder = ("--save", str(tmp_path), "--save-interval", "1", "--fp4-metrics-interval", "0")

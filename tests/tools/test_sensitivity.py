@@ -231,7 +231,7 @@ def test_a_checkpoint_s_layers(tmp_path: Path) -> None:
     assert kinds == pytest.approx(gains["all"], rel=0.5, abs=5e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.outside
 def test_a_recipe_with_phases_and_layers(tmp_path: Path) -> None:
     """`auto` has ended in FP8, and is measured in FP4: only the layer in the middle can gain. Its
     loss is that of the checkpoint in a training which has just begun."""
