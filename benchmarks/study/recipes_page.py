@@ -236,8 +236,8 @@ def speed(name: str, up: str) -> list[str]:
     """
     if (step := step_of(name, recipe_named(name))) is not None:
         first, *later = (f"{up}benchmarks/results/{file}.json" for file in step.files)
-        phases = f" by [phases]({later[-1]})" if later else ""
-        phases = " by phases" if {*later} == {first} else phases
+        others = [file for file in later if file != first]
+        phases = f" by [phases]({others[-1]})" if others else " by phases" if later else ""
         return [f"[{step.ratio:.2f}]({first}){phases}", f"{step.tokens:,.0f}"]
     if (linear := linear_of(name)) is not None:
         link = f"{up}benchmarks/results/{LINEARS}.json"

@@ -30,8 +30,8 @@ def _error(v, code, tensor_scale, BIAS: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def _estimate(v, divisor, ALONG: tl.constexpr):
-    """About the squared error of each block, in units of its divisor: float32
-    [rows, columns / ALONG].
+    """Estimates in float32 the sum of squared rounding errors of each block, in units of its
+    divisor: float32 [rows, columns / ALONG].
 
     divisor: float32 [rows, columns / ALONG], what the elements of blocks are divided by.
     """

@@ -14,7 +14,7 @@ Layouts = dict[str, list[list[int]]]  # for each bit of a warp's number, its ste
 
 
 def scattered_reductions(ttgir: str) -> list[str]:
-    """The layouts of reductions along axes whose warps are not numbered by neighbouring bits."""
+    """The axis and the layout of each reduction that Triton 3.6 compiles wrongly; see above."""
     layouts = _layouts(ttgir)
     found = []
     for axis, layout in _reductions(ttgir):

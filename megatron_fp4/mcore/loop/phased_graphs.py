@@ -80,7 +80,10 @@ def _drop(managers: Sequence[CudaGraphManager], stream: torch.cuda.Stream) -> No
 
 
 def _release_pool() -> None:
-    """Takes back the uses of the graphs' pool that its graphs did not take back themselves."""
+    """Lets torch free the memory pool of the graphs, which it does once nothing uses the pool.
+
+    A graph that is reset ends its own use. The inputs that were allocated in the pool do not.
+    """
     global _uses
     for _ in range(_uses):
         torch._C._cuda_releasePool(torch.cuda.current_device(), CudaGraphManager.global_mempool)

@@ -139,7 +139,9 @@ def test_figures_in_running_text() -> None:
     assert [len(each.by_seed) for each in nvfp4.values()] == [3, 1, 1]
     least, middle, most = (f"{each.mean:.3f}" for each in nvfp4.values())
     says(f"ends {own.mean:.3f} above BF16's loss where `tetrajet` ends {plain.mean:.3f} above it ")
-    says(f"(five seeds each) and NVFP4 recipes {least} to {most} (one to three seeds), at ")
+    says(
+        f"(five seeds each) and NVFP4 recipes {least} to {most} (one to three seeds), at {CELL.size}"
+    )
     to_plain = ratios["tetrajet-fp8"] / ratios["tetrajet"]
     says(f"A step has {times['tetrajet-fp8']} times BF16's speed, {to_plain:.2f} of `tetrajet`'s")
     says(f"ends {fp8.mean:.3f} above BF16 (five seeds, within their spread), at {times['fp8']}")
@@ -274,7 +276,7 @@ def test_the_speed_by_phases_is_that_of_the_mean_time(monkeypatch: pytest.Monkey
     beside += [{"name": first, "ms": 84.0, "tokens/s": 100 / 6, "ratio": 1.667}]
     own = step_of("tetrajet-fp8")
     assert own is not None and own.ratio == pytest.approx(100 / (0.8 * 60 + 0.2 * 75))
-    assert own.files == ("later", "fused-step")
+    assert own.files == ("later", "fused-step") and own.tokens == pytest.approx(10 * own.ratio)
     alone = step_of(first)
     assert alone is not None and alone.tokens == pytest.approx(100 / 6)
     assert step_of("mxfp4") is None
