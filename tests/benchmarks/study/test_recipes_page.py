@@ -140,7 +140,8 @@ def test_figures_in_running_text() -> None:
     least, middle, most = (f"{each.mean:.3f}" for each in nvfp4.values())
     says(f"ends {own.mean:.3f} above BF16's loss where `tetrajet` ends {plain.mean:.3f} above it ")
     says(
-        f"(five seeds each) and NVFP4 recipes {least} to {most} (one to three seeds), at {CELL.size}"
+        f"(five seeds each) and NVFP4 recipes {least} to {most} (one to three seeds), at "
+        f"{CELL.size}"
     )
     to_plain = ratios["tetrajet-fp8"] / ratios["tetrajet"]
     says(f"A step has {times['tetrajet-fp8']} times BF16's speed, {to_plain:.2f} of `tetrajet`'s")
