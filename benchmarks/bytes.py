@@ -74,7 +74,7 @@ def count(shape: Shape, module: str = "benchmarks.bytes_worker") -> list[Record]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "records.json")
         worker = (Path("-m"), module, str(out), "--shape", json.dumps(asdict(shape)))
-        done = spawn(RANKS, *worker, timeout_s=900, fresh=True)
+        done = spawn(RANKS, *worker, fresh=True)
         if done.returncode:
             raise RuntimeError(done.stdout[-4000:])
         return json.loads(out.read_text())

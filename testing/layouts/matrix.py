@@ -131,7 +131,7 @@ def run_layout(name: str, folder: Path, *options: str) -> list[Row]:
     (`run_one`). options: more arguments of worker.py. Raises RuntimeError with the traceback if the
     world fails.
     """
-    run = spawn(LAYOUTS[name].processes, WORKER, str(folder), name, *options, timeout_s=900)
+    run = spawn(LAYOUTS[name].processes, WORKER, str(folder), name, *options)
     if run.returncode:
         raise RuntimeError(f"{name}: {_first_traceback(run.stdout)}")
     return json.loads((folder / f"{name}.json").read_text())

@@ -46,7 +46,7 @@ def run_in_turn(processes: int, trainings: dict[str, str], sizes: str = SIZES) -
         fresh = (
             first == "dies=save"
         )  # a rank that dies needs a torchrun of its own, which notices it
-        done = spawn(processes, SCRIPT, *words, timeout_s=120, fresh=fresh)
+        done = spawn(processes, SCRIPT, *words, fresh=fresh)
         results[name] = result_of(done)
     return results
 

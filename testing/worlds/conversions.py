@@ -76,4 +76,4 @@ def trained(folder: Path, name: str) -> Path:
 def launch(training: Training, flags: str, processes: int | None = None) -> Result:
     """Launches a training with more flags; returns its result. Raises TimeoutError."""
     words = shlex.split(f"{training.model} {training.flags} {flags}")
-    return result_of(spawn(processes or training.processes, SCRIPT, *words, timeout_s=120))
+    return result_of(spawn(processes or training.processes, SCRIPT, *words))

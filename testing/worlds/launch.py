@@ -27,6 +27,8 @@ TINY = """
 # Megatron's own layers, which are its default only where Transformer Engine is absent.
 LOCAL = "--transformer-impl local --no-rope-fusion".split()
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+# Seconds after which a launch is taken to hang; on a busy machine the longest needs some 300.
+HANGS_S = 900
 MOCK_DATA = "--tokenizer-type NullTokenizer --vocab-size 512 --mock-data".split()
 
 
@@ -47,7 +49,6 @@ def torchrun(
     processes: int,
     *flags: str,
     script: Path = ROOT / "pretrain_gpt.py",
-    timeout_s: float = 120,
     fresh: bool = False,
 ) -> Result:
     """Trains with TINY and `flags` in `processes` processes of one thread each; see `spawn`.
@@ -55,7 +56,7 @@ def torchrun(
     Mock data is used if no flag names a dataset. Raises TimeoutError.
     """
     words = tiny_on_mock_data(*flags)
-    return result_of(spawn(processes, script, *words, timeout_s=timeout_s, fresh=fresh))
+    return result_of(spawn(processes, script, *words, fresh=fresh))
 
 
 def tiny_on_mock_data(*flags: str) -> list[str]:
@@ -82,12 +83,12 @@ def result_of(done: subprocess.CompletedProcess[str]) -> Result:
 
 
 def spawn(
-    processes: int, script: Path, *arguments: str, timeout_s: float = 300, fresh: bool = False
+    processes: int, script: Path, *arguments: str, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs any script in a torchrun world, with one thread for each process.
 
     The result's stdout has standard output and standard error. Raises TimeoutError if the script is
-    still running after timeout_s seconds, and RuntimeError if the world itself could not start.
+    still running after HANGS_S seconds, and RuntimeError if the world itself could not start.
 
     fresh: launch torchrun for this script alone, if the script depends on the launcher, on the
     environment or on what is imported first. Otherwise it runs in forks of a world that keeps
@@ -95,14 +96,12 @@ def spawn(
     fresh: a fork cannot use a GPU once CUDA has been initialized.
     """
     if fresh or torch.cuda.is_available():
-        return _launch(processes, script, *arguments, timeout_s=timeout_s)
-    status, output = world(processes).run(script, list(arguments), timeout_s)
+        return _launch(processes, script, *arguments)
+    status, output = world(processes).run(script, list(arguments), HANGS_S)
     return subprocess.CompletedProcess([str(script), *arguments], status, output)
 
 
-def _launch(
-    processes: int, script: Path, *arguments: str, timeout_s: float
-) -> subprocess.CompletedProcess[str]:
+def _launch(processes: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     run = subprocess.Popen(
@@ -114,18 +113,18 @@ def _launch(
         text=True,
     )
     try:
-        output, _ = run.communicate(timeout=timeout_s)
+        output, _ = run.communicate(timeout=HANGS_S)
     except subprocess.TimeoutExpired as error:
         run.terminate()  # torchrun then ends its ranks, which would keep the pipe open
         output, _ = run.communicate(timeout=60)
-        raise TimeoutError(f"still running after {timeout_s} s: {output[-4000:]}") from error
+        raise TimeoutError(f"still running after {HANGS_S} s: {output[-4000:]}") from error
     finally:
         run.kill()
     return subprocess.CompletedProcess(run.args, run.returncode, output)
 
 
-def train(processes: int, *flags: str, timeout_s: float = 120) -> Result:
+def train(processes: int, *flags: str) -> Result:
     """As `torchrun`; asserts that the exit status is 0."""
-    result = torchrun(processes, *flags, timeout_s=timeout_s)
+    result = torchrun(processes, *flags)
     assert result.status == 0, result.output[-4000:]
     return result

@@ -52,7 +52,7 @@ def launch(
     low = "" if moments is None else f"--fp4-optimizer-state {moments}"
     words = tiny_on_mock_data(*shlex.split(f"{SMALL} --fp4-recipe tetrajet {low} {flags}"))
     words = [mistake, str(folder / "held"), *(word for word in words if word != leaves_out)]
-    result = result_of(spawn(processes, SCRIPT, *words, timeout_s=120))
+    result = result_of(spawn(processes, SCRIPT, *words))
     assert result.status == 0, result.output[-4000:]
     return result
 

@@ -15,7 +15,7 @@ BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 20000"
 
 def run(script: str, flags: str) -> Result:
     words = tiny_on_mock_data("--bf16", *flags.split())
-    return result_of(spawn(2, SCRIPTS / f"pretrain_{script}.py", *words, timeout_s=240))
+    return result_of(spawn(2, SCRIPTS / f"pretrain_{script}.py", *words))
 
 
 @pytest.mark.parametrize("layout", ["", BUCKETS, OWNED, f"{OWNED} {BUCKETS}"])
@@ -29,7 +29,7 @@ def test_sums_are_the_reference_s(form: str, layout: str) -> None:
 
 def test_a_mistake_is_noticed() -> None:
     words = ["twice", *tiny_on_mock_data("--bf16", OWNED, "--fp4-grad-comm", "fp8")]
-    found = result_of(spawn(2, SCRIPTS / "pretrain_exchanging.py", *words, timeout_s=240))
+    found = result_of(spawn(2, SCRIPTS / "pretrain_exchanging.py", *words))
     assert found.status != 0 and "sums differ" in found.output
 
 

@@ -18,7 +18,7 @@ FLAGS = ("--bf16", "--hidden-size", "128", "--ffn-hidden-size", "256", "--train-
 
 def learn(processes: int, *flags: str) -> Result:
     """Trains with FLAGS and `flags`; the first launch on a machine compiles for some minutes."""
-    return train(processes, *FLAGS, *flags, timeout_s=300)
+    return train(processes, *FLAGS, *flags)
 
 
 @pytest.mark.parametrize("recipe", [None, *list_recipes()], ids=str)

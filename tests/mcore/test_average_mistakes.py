@@ -29,7 +29,7 @@ SKIPPING = "--fp16 --initial-loss-scale 524288 --loss-scale-window 1 --hysteresi
 
 def launch(mistake: str, flags: str, processes: int = 1) -> Result:
     words = shlex.split(f"{LLAMA} {EMA} {flags}")
-    result = result_of(spawn(processes, SCRIPT, mistake, *words, timeout_s=120))
+    result = result_of(spawn(processes, SCRIPT, mistake, *words))
     assert result.status == 0, result.output[-4000:]
     return result
 

@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(case: Case, flags: str, recipe: str = EMA) -> Result:
     words = f"{case.fault} {case.model} {case.training} {case.layout} {recipe} {flags}"
-    return result_of(spawn(case.processes, SCRIPT, *shlex.split(words), timeout_s=120))
+    return result_of(spawn(case.processes, SCRIPT, *shlex.split(words)))
 
 
 @functools.cache

@@ -29,7 +29,7 @@ def launch(processes: int, flags: str, forgets: str = "nothing") -> Result:
     words = [forgets, *tiny_on_mock_data(*STEPS.split(), *shlex.split(flags))]
     if TIED in words:
         words = [word for word in words if word not in (TIED, UNTIED)]
-    result = result_of(spawn(processes, SCRIPTS / "pretrain_forgetting.py", *words, timeout_s=120))
+    result = result_of(spawn(processes, SCRIPTS / "pretrain_forgetting.py", *words))
     assert result.status == 0, result.output[-4000:]
     return result
 

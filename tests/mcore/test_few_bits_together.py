@@ -31,7 +31,7 @@ RECIPES = {"tetrajet": TETRAJET, "with an average": f"--fp4-recipe {HERE / 'ema.
 def run(flags: str, processes: int = 2, script: str = "pretrain_gathering.py") -> Result:
     """The script compares what the ranks gathered with the weights."""
     words = [*TINY, *MOCK_DATA, *SMALL.split(), "--bf16", *flags.split()]
-    return result_of(spawn(processes, SCRIPTS / script, *words, timeout_s=120))
+    return result_of(spawn(processes, SCRIPTS / script, *words))
 
 
 def check_each_shows(plain: Result, few: str, script: str = "pretrain_gathering.py") -> None:

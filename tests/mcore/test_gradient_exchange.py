@@ -36,7 +36,7 @@ def run(
 ) -> Result:
     """words: of the script. fresh: see `spawn`."""
     given = [*words.split(), *TINY, *MOCK_DATA, *SMALL.split(), *dtype.split(), *flags.split()]
-    return result_of(spawn(processes, SCRIPT, *given, timeout_s=120, fresh=fresh))
+    return result_of(spawn(processes, SCRIPT, *given, fresh=fresh))
 
 
 def check(result: Result, like: Result, shows: bool = True) -> None:

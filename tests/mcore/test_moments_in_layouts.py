@@ -254,7 +254,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     def run(folder: Path, *fault: str) -> int:
         own = f"{saving(folder)} --load {folder}".split()
         words = tiny_on_mock_data(*flags, *own)
-        return result_of(spawn(2, faults, *fault, *words, timeout_s=120)).status
+        return result_of(spawn(2, faults, *fault, *words)).status
 
     assert run(whole) == 0 and run(killed, "dies=step") != 0
     assert not step(killed, 4).exists()

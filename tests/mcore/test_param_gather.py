@@ -50,7 +50,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 def run(processes: int, flags: str, mistake: str = "", script: str = "gathering") -> Result:
     own = [mistake] if mistake else []
     words = [*own, *TINY, *MOCK_DATA, *SIZES.split(), OWNED, *flags.split()]
-    return result_of(spawn(processes, SCRIPTS / f"pretrain_{script}.py", *words, timeout_s=120))
+    return result_of(spawn(processes, SCRIPTS / f"pretrain_{script}.py", *words))
 
 
 def check(processes: int, flags: str) -> Result:

@@ -219,12 +219,13 @@ def all_rows(path: Path, study: Path) -> list[rows.Row]:
 
 def show(args: argparse.Namespace) -> int:
     """Prints the tables of the results, or writes them between the markers of a page."""
+    text = None if args.page is None else args.page.read_text()
     every = all_rows(args.results, args.study)
     found = page.section(every, args.study)
-    if args.page is None:
+    if text is None:
         print(found)
     else:
-        written = pages.into(args.page.read_text(), "sweep", found)
+        written = pages.into(text, "sweep", found)
         args.page.write_text(pages.into(written, "axes", "\n".join(page.axes_table())))
     if args.picture is not None:
         stage = page.last_stage(every)

@@ -12,7 +12,13 @@ from tools.rows import Row
 from tools.sweep import words
 from tools.sweep.axes import Combination, without_training
 from tools.sweep.promotion import DESIGNED, lines_of, on_lines, stars_of
-from tools.sweep.results import ranks, scores, seeds_of
+from tools.sweep.rank_correlation import (
+    medians_of_draws,
+    places_in_groups,
+    spearman,
+    spearman_of_draws,
+)
+from tools.sweep.results import scores, seeds_of
 
 BOOTSTRAP_DRAWS, BOOTSTRAP_SEED = 2000, 20_250_917
 CONFIDENCE = 0.95
@@ -83,62 +89,50 @@ def _agreement(
     a, b = (np.array([table[each] for each in common]) for table in (one, two))
     kinds = [f"{each.forward} {each.backward}" for each in common]
     gemms = np.unique(kinds, return_inverse=True)[1]
-    intervals = _intervals(_places(names), a, b, gemms)
-    found = zip(_correlations(a, b, gemms), intervals, strict=True)
-    every, alike, half = (Correlation(*each) for each in found)
-    better = [common[place] for place in np.flatnonzero(_better(a))]
+    [of_all] = _correlations(a, b, gemms, np.ones((1, len(a)), dtype=int)).T
+    tail = (1 - CONFIDENCE) / 2
+    # A draw of equal values is NaN.
+    low, high = np.nanquantile(_correlations(a, b, gemms, _draws(names)), [tail, 1 - tail], axis=1)
+    every, alike, half = (
+        Correlation(float(value), (float(least), float(most)))
+        for value, least, most in zip(of_all, low, high, strict=True)
+    )
+    better = [common[place] for place in np.flatnonzero(a <= np.median(a))]
     whole, of_half = (ceiling(rows, second, among) for among in (common, better))
     return Agreement(every, alike, half, whole, of_half, len(common))
 
 
-def _correlations(a: np.ndarray, b: np.ndarray, gemms: np.ndarray) -> tuple[float, float, float]:
-    """The correlations of an Agreement. gemms: a number for the GEMMs that each
-    combination quantizes."""
-    better = _better(a)
-    groups = [np.flatnonzero(gemms == each) for each in np.unique(gemms)]
-    alike = spearman(_within(groups, a), _within(groups, b))
-    return spearman(a, b), alike, spearman(a[better], b[better])
+def _correlations(
+    a: np.ndarray, b: np.ndarray, gemms: np.ndarray, counts: np.ndarray
+) -> np.ndarray:
+    """The correlations of an Agreement, in bootstrap draws; (3, draws).
 
-
-def _better(scores: np.ndarray) -> np.ndarray:
-    """For each score whether it is in the better half, the lower one."""
-    return scores <= np.median(scores)
-
-
-def _places(names: Sequence[str]) -> list[np.ndarray]:
-    """For each name the places where it is."""
-    found: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        found.setdefault(name, []).append(place)
-    return [np.array(places) for places in found.values()]
-
-
-def _intervals(
-    groups: list[np.ndarray], a: np.ndarray, b: np.ndarray, gemms: np.ndarray
-) -> list[tuple[float, float]]:
-    """The 95% interval of each of `_correlations`, by a bootstrap over groups: stars or bases.
-
-    groups: for each group the places in a and b of its combinations. The combinations of a group
-    resemble one another, so that they are no independent samples. The bootstrap therefore draws
-    whole groups. The better half is chosen anew in each draw.
+    a, b: the scores of each combination. gemms: a number for the GEMMs that each quantizes.
+    counts: how often each draw has each combination. The better half is chosen anew in each draw.
     """
+    one, two = (places_in_groups(each, counts, gemms) for each in (a, b))
+    better = a <= medians_of_draws(a, counts)[:, None]
+    return np.stack(
+        [
+            spearman_of_draws(a, b, counts),
+            spearman_of_draws(one, two, counts),
+            spearman_of_draws(a, b, counts * better),
+        ]
+    )
+
+
+def _draws(names: Sequence[str]) -> np.ndarray:
+    """How often each bootstrap draw has each combination; (draws, combinations).
+
+    names: the group of each combination, a star or a base. The combinations of a group resemble
+    one another, so that they are no independent samples. The bootstrap therefore draws whole
+    groups.
+    """
+    groups = list(dict.fromkeys(names))
     source = np.random.default_rng(BOOTSTRAP_SEED)
-    drawn = []
-    for _ in range(BOOTSTRAP_DRAWS):
-        chosen = np.concatenate([groups[i] for i in source.integers(len(groups), size=len(groups))])
-        drawn.append(_correlations(a[chosen], b[chosen], gemms[chosen]))
-    tail = (1 - CONFIDENCE) / 2
-    # A draw of equal values is NaN.
-    found = np.nanquantile(drawn, [tail, 1 - tail], axis=0)
-    return [(float(low), float(high)) for low, high in found.T]
-
-
-def _within(groups: list[np.ndarray], values: np.ndarray) -> np.ndarray:
-    """The rank of each value in its group, from -1/2 to 1/2."""
-    found = np.zeros(len(values))
-    for places in groups:
-        found[places] = (ranks(values[places]) + 0.5) / len(places) - 0.5
-    return found
+    drawn = source.integers(len(groups), size=(BOOTSTRAP_DRAWS, len(groups)))
+    of_group = np.stack([np.bincount(each, minlength=len(groups)) for each in drawn])
+    return of_group[:, [groups.index(name) for name in names]]
 
 
 def ceiling(rows: list[Row], stage: str, among: Sequence[Combination]) -> float | None:
@@ -152,11 +146,3 @@ def ceiling(rows: list[Row], stage: str, among: Sequence[Combination]) -> float 
     a, b = (np.array([half[each] for each in among]) for half in halves)
     correlation = max(spearman(a, b), 0.0)
     return float(np.sqrt(2 * correlation / (1 + correlation)))
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """The correlation of the ranks, ties at their mean rank; NaN where all values are equal."""
-    one, two = ranks(a), ranks(b)
-    one, two = one - one.mean(), two - two.mean()
-    with np.errstate(invalid="ignore"):
-        return float(one @ two / np.sqrt((one @ one) * (two @ two)))

@@ -7,14 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 
 from tools.rows import Row
 from tools.sweep import factorial, words
-from tools.sweep.agreement import agreement, agreement_of_designed, ceiling, spearman
+from tools.sweep.agreement import agreement, agreement_of_designed, ceiling
 from tools.sweep.axes import Combination, line
 from tools.sweep.effects import effects
 from tools.sweep.promotion import DESIGNED, LEVELS, Line, lines_of, on_lines, promoted, random_lines
+from tools.sweep.rank_correlation import (
+    medians_of_draws,
+    places_in_groups,
+    ranks_of_draws,
+    spearman,
+    spearman_of_draws,
+)
 from tools.sweep.sampling import sample
 
 STARS = {e: star for e, star in sample(2000, seed=11).items() if star not in DESIGNED}
@@ -187,3 +194,22 @@ def test_ranks_within_the_same_gemms() -> None:
     for part in (found.alike, found.better_half):
         assert part.value == pytest.approx(0, abs=0.25)
         assert part.interval[0] < 0 < part.interval[1]
+
+
+def test_draws_are_samples_with_repeated_elements() -> None:
+    """All statistics of draws at once are those of each sample written out."""
+    source = np.random.default_rng(0)
+    a, b = source.integers(12, size=40).astype(float), source.normal(size=40)
+    groups = source.integers(4, size=40)
+    drawn = source.integers(40, size=(50, 40))
+    counts = np.stack([np.bincount(each, minlength=40) for each in drawn])
+    correlations, medians = spearman_of_draws(a, b, counts), medians_of_draws(a, counts)
+    ranks, places = ranks_of_draws(a, counts), places_in_groups(a, counts, groups)
+    for i, each in enumerate(drawn):
+        assert correlations[i] == pytest.approx(spearmanr(a[each], b[each]).statistic)
+        assert medians[i] == np.median(a[each])
+        assert (ranks[i][each] == rankdata(a[each]) - 1).all()
+        for group in range(4):
+            own = each[groups[each] == group]
+            expected = (rankdata(a[own]) - 0.5) / len(own) - 0.5
+            assert places[i][own] == pytest.approx(expected)
