@@ -6,7 +6,13 @@ from testing.worlds.launch import SCRIPTS, spawn
 
 
 @pytest.mark.parametrize(
-    "script", ["communication.py", "estimators.py", "overlap.py", "token_sums.py"]
+    "script",
+    [
+        "communication.py",
+        pytest.param("estimators.py", marks=pytest.mark.slow),
+        "overlap.py",
+        "token_sums.py",
+    ],
 )
 def test_two_ranks(script: str) -> None:
     run = spawn(2, SCRIPTS / script)

@@ -27,6 +27,7 @@ def saved_ratio(records: list[Record], recipe: str, linear: str) -> float:
     return ours / base
 
 
+@pytest.mark.slow
 def test_bf16_travels_as_upstream_says(records: list[Record]) -> None:
     part = SHAPE.sequence // 2 * SHAPE.micro_batch * SHAPE.hidden * 2
     for linear in BY_COLUMNS:  # X twice; dX is summed
@@ -39,6 +40,7 @@ def test_bf16_travels_as_upstream_says(records: list[Record]) -> None:
         assert record["backward"] == {"all-gather": part}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp4", "tetrajet"])
 def test_codes_and_scales_travel(records: list[Record], recipe: str) -> None:
     # X once each way; dY as dgrad's copy and as wgrad's.
@@ -54,18 +56,21 @@ def test_codes_and_scales_travel(records: list[Record], recipe: str) -> None:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp4", "tetrajet"])
 @pytest.mark.parametrize("linear", LINEARS)
 def test_what_is_saved_is_packed(records: list[Record], recipe: str, linear: str) -> None:
     assert saved_ratio(records, recipe, linear) <= 0.28
 
 
+@pytest.mark.slow
 def test_saved_x_bf16_is_x(records: list[Record]) -> None:
     for linear in LINEARS:
         whole = find(records, Case("bf16"), linear)["saved"]
         assert find(records, Case("mxfp4", saved_x="bf16"), linear)["saved"] == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dge-occ", "mxfp4", "mxfp4-rht-sr", "tetrajet"])
 def test_weights_are_quantized_once_a_step(records: list[Record], recipe: str) -> None:
     assert SHAPE.microbatches == 3
@@ -76,6 +81,7 @@ def test_weights_are_quantized_once_a_step(records: list[Record], recipe: str) -
         assert off["W quantized"] == 3 * off["W operands"]
 
 
+@pytest.mark.slow
 def test_the_count_sees_a_gathered_activation() -> None:
     broken = count(SHAPE, "testing.scripts.bytes_with_gathered_x")
     for recipe in ("mxfp4", "tetrajet"):

@@ -111,11 +111,13 @@ def sent(row: Row) -> tuple[float, float]:
 # --- one layer ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_is_estimated(rows: list[Row]) -> None:
     for row in rows:
         assert sent(row) == estimated(model_of(ONE_LAYER), layout_of(row), row), row["name"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [{"gradients": None}, {"gradients": "bf16"}, {"gathers_codes": False}, {"sharded": False}],
@@ -127,6 +129,7 @@ def test_the_count_tells_other_flags_apart(rows: list[Row], changed: dict[str, A
     assert estimated(model_of(ONE_LAYER), other, row) != sent(row)
 
 
+@pytest.mark.slow
 def test_all_that_is_sent_is_of_gradients_or_of_weights(rows: list[Row]) -> None:
     """But for the loss, and the norm of the gradients."""
     for rank in (rank for row in rows for rank in row["each"]):

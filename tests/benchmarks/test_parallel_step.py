@@ -32,15 +32,18 @@ def rows() -> dict[str, Row]:
     return {recipe: row_of(("tp2-sp", recipe), MODEL, BATCH) for recipe in ("bf16", "mxfp4")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "share"), [("bf16", 1.0), ("mxfp4", CODES)])
 def test_gathers_are_counted(rows: dict[str, Row], recipe: str, share: float) -> None:
     assert rows[recipe]["sent"]["all-gather"] == gathered(share)
 
 
+@pytest.mark.slow
 def test_the_count_tells_codes_from_bf16(rows: dict[str, Row]) -> None:
     assert rows["mxfp4"]["sent"]["all-gather"] != gathered(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4"])
 def test_sums_are_counted(rows: dict[str, Row], recipe: str) -> None:
     part = SEQUENCE // 2 * MICRO_BATCH * HIDDEN * 2
@@ -64,6 +67,7 @@ def test_a_ratio_is_to_the_fastest_bf16() -> None:
     assert [row["ratio"] for row in rows] == [0.8, 1.0, 1.2]
 
 
+@pytest.mark.slow
 def test_what_a_graph_sends_is_left_open(rows: dict[str, Row]) -> None:
     counted, open_ = table([rows["bf16"]])[-1], table([rows["bf16"] | {"sent": None}])[-1]
     assert counted.split("|")[-5:-1] != open_.split("|")[-5:-1] == ["  "] * 4
@@ -86,6 +90,7 @@ def test_layouts_that_run_at_one_time_have_gpus_of_their_own() -> None:
     assert len(groups) == 6  # seven GPUs' worth, two layouts of four, one, and three of eight
 
 
+@pytest.mark.slow
 def test_a_table_has_a_line_for_each_row(rows: dict[str, Row]) -> None:
     lines = table(list(rows.values()))
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1

@@ -26,6 +26,7 @@ def test_a_peer_that_is_not_there_is_absent(monkeypatch: pytest.MonkeyPatch) -> 
     assert "absent: not installed" in "\n".join(table([row]))
 
 
+@pytest.mark.slow
 def test_a_peer_that_raises_is_told_of_by_its_line() -> None:
     row = row_of("mxfp4", "--check")  # it is no peer, and so has no such check
     assert row["raises"] == "AssertionError: this package's own" and "found" not in row

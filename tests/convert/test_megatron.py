@@ -204,6 +204,7 @@ def test_state_that_only_its_own_layout_can_load_is_refused(
 # --- strip --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stripped_checkpoint_is_loaded_without_optimizer(folder: Path) -> None:
     source, target = trained(folder, "tp2"), folder / "stripped"
     assert tool("strip", source, "--step", 2, "--output", target) == 0

@@ -95,7 +95,7 @@ TINY_MODEL = Model(2, 64, 128, 4, 2, 16, 512, 64)  # TINY of testing.worlds.laun
 TENSORS, PADDING = 12, 64  # parameters, and most elements that Megatron pads one with in a shard
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("element", ["e4m3", "bf16"])
 def test_gradients_send_what_was_counted(element: str, sharded: bool) -> None:
     """But for what pads the parameters in the distributed optimizer's shards, and for scales of

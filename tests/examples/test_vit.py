@@ -62,7 +62,7 @@ def learned(trained: Trained) -> bool:
         "bf16",
         pytest.param("mxfp4", marks=pytest.mark.outside),
         pytest.param("tetrajet", marks=pytest.mark.outside),
-        "tetrajet-ema",
+        pytest.param("tetrajet-ema", marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_is_learned_by_heart_and_the_linears_follow_the_recipe(recipe: str) -> None:

@@ -42,8 +42,14 @@ OF_PINNED_TRITON = pytest.mark.skipif(
     f"triton=={triton.__version__}\n" not in PINNED,
     reason="registers and instructions are limited for the Triton of constraints.txt",
 )
+
+
+def slow(*words: Any) -> Any:
+    return pytest.param(*words, marks=pytest.mark.slow)
+
+
 ELSEWHERE = [pytest.param(each, marks=pytest.mark.outside) for each in (80, 120)]
-GPUS = [90, 100, *ELSEWHERE]
+GPUS = [90, slow(100), *ELSEWHERE]
 
 
 @pytest.mark.parametrize("capability", [*GPUS, pytest.param(89, marks=pytest.mark.outside)])
@@ -60,6 +66,7 @@ def test_a_kernel_compiles(variant: str, capability: int) -> None:
     assert "prmt.b32" in ptx and "max.NaN.bf16x2" in ptx
 
 
+@pytest.mark.slow
 @OF_PINNED_TRITON
 @pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -99,6 +106,7 @@ def test_a_kernel_compiles_for_one_row(carries: Any) -> None:
     compiled_launch(quantize_launch("nearest", carries, False, sizes=(1, 64)), 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(128, 128), (136, 96)])
 def test_an_average_fits_the_registers(sizes: tuple[int, int]) -> None:
     start = quantize_launch("ema", E4M3, rule="ceil", sizes=sizes)
@@ -110,6 +118,7 @@ def test_an_average_fits_the_registers(sizes: tuple[int, int]) -> None:
     assert "STL" in made(2)  # Negative control: what nearest rounding takes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("along", [(E4M3, E4M3), (E4M3, False), (False, E4M3), (True, True)])
 def test_a_choice_by_errors_fits_the_registers(along: tuple[Any, Any]) -> None:
     start = quantize_launch("nearest", *along, rule="mse", sizes=(1024, 1024))
@@ -125,7 +134,10 @@ def test_a_choice_by_errors_fits_the_registers(along: tuple[Any, Any]) -> None:
 @OF_PINNED_TRITON
 @pytest.mark.parametrize("block", [32, pytest.param(16, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize("form", ["along rows", "along columns", "both", "one draw", "packed"])
+@pytest.mark.parametrize(
+    "form",
+    [slow("along rows"), slow("along columns"), "both", slow("one draw"), slow("packed")],
+)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_tiles_fit_the_registers(rounding: Any, form: str, carried: bool, block: int) -> None:
     """With as many as `tile` grants. One draw is for both copies of dY, whose carriers are E5M2.
@@ -151,6 +163,7 @@ def test_tiles_fit_the_registers(rounding: Any, form: str, carried: bool, block:
     assert form != "both" or carried or spilled(maxnreg=48) > 8  # Negative control.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carrier", [True, E5M2])
 def test_one_draw_for_both_copies_saves_instructions(carrier: Any) -> None:
     """A tenth at least. Three programs of four warps share the registers of a multiprocessor."""
@@ -167,6 +180,7 @@ def test_one_draw_for_both_copies_saves_instructions(carrier: Any) -> None:
     assert 3 * 4 * 32 * used <= 2**16
 
 
+@pytest.mark.slow
 @OF_PINNED_TRITON
 @pytest.mark.parametrize("carried", [(E4M3, False), (False, E5M2), (E4M3, E5M2)])
 def test_a_norm_costs_less_than_half_more_instructions(carried: tuple[Any, Any]) -> None:
@@ -181,6 +195,7 @@ def test_a_norm_costs_less_than_half_more_instructions(carried: tuple[Any, Any])
     assert normed.count(";") < 1.5 * plain.count(";")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [4096, 8192])
 def test_kernels_of_norms_hold_their_rows_in_registers(columns: int) -> None:
     words = columns // 2
@@ -201,6 +216,7 @@ def test_threads_go_over_the_axes_as_said() -> None:
     assert [orders[layout] for shape, layout in loads[:2]] == ["[2, 0, 1]", "[0, 1, 2]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 128, 256, 1024])
 @pytest.mark.parametrize("second", [None, False, True], ids=["alone", "beside", "both"])
 def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -> None:
@@ -218,7 +234,7 @@ def test_rows_are_corrected_without_spilling(second: bool | None, blocks: int) -
 
 
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [32, slow(64), 128])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: int) -> None:
@@ -233,6 +249,7 @@ def test_a_transform_compiles(memory: bool, axis: int, group: int, capability: i
     assert widest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("signs", ["fixed", "none"])
@@ -255,7 +272,7 @@ def test_the_estimator_compiles(block: int, capability: int) -> None:
     assert "ex2.approx" in compiled_launch(start, capability)["ptx"]
 
 
-@pytest.mark.parametrize("capability", [90, 100, ELSEWHERE[1]])
+@pytest.mark.parametrize("capability", [*GPUS[:2], ELSEWHERE[1]])
 @pytest.mark.parametrize("element", FORMATS, ids=str)
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("block", [16, 32])
@@ -267,6 +284,7 @@ def test_a_carrier_compiles(block: int, corrects: bool, element: Any, capability
     assert "prmt.b32" in ptx and "mul.ftz" not in ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["e4m3", "ue5m3"])
 @pytest.mark.parametrize("block", [16, 32])
 def test_a_carrier_of_scales_in_small_floats_compiles(block: int, scale: str) -> None:
@@ -279,7 +297,9 @@ def test_a_carrier_of_scales_in_small_floats_compiles(block: int, scale: str) ->
 
 
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("features", [64, 4096, pytest.param(16384, marks=pytest.mark.outside)])
+@pytest.mark.parametrize(
+    "features", [64, slow(4096), pytest.param(16384, marks=pytest.mark.outside)]
+)
 def test_an_outlier_clamp_compiles(features: int, capability: int) -> None:
     start = outliers._launch(64, features, OutlierClamp(), native=capability >= 90)
 

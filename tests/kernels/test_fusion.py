@@ -132,6 +132,7 @@ def test_every_kernel_is_here() -> None:
     assert functions == set(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_default_of_triton_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     language = triton.knobs.language

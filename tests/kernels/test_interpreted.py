@@ -1,5 +1,7 @@
 """The kernels in Triton's interpreter, on a CPU, against the reference."""
 
+from typing import Any
+
 import pytest
 
 from testing.kernels.interpreter import differences
@@ -17,6 +19,10 @@ QUICK = (
 )
 
 
+def slow(*words: str) -> Any:
+    return pytest.param(*words, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("cases", QUICK)
 def test_codes_and_scales_are_the_reference_s(cases: str) -> None:
     assert differences("mxfp4", cases) == [""]
@@ -32,16 +38,16 @@ def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
     "comparison",
     [
         pytest.param("carriers", marks=pytest.mark.outside),
-        "row_scales",
+        slow("row_scales"),
         pytest.param("block_scales", marks=pytest.mark.outside),
         "dge_factor",
         pytest.param("outlier_clamp", marks=pytest.mark.outside),
         "averages",
         "sent_weights",
-        "ramping",
+        slow("ramping"),
         pytest.param("low_bit_adamw", marks=pytest.mark.outside),
         pytest.param("swiglu", marks=pytest.mark.outside),
-        "rms_norm",
+        slow("rms_norm"),
         "scaled_product",
         pytest.param("quotients", marks=pytest.mark.outside),
     ],
@@ -53,17 +59,18 @@ def test_other_kernels_are_the_reference_s(comparison: str) -> None:
 @pytest.mark.parametrize(
     ("comparison", "cases"),
     [
-        *(("block_scales", name) for name in ("2d", "ue5m3-sr", "in-fp8-tensor", "gain-drawn")),
+        *(("block_scales", name) for name in ("2d", "ue5m3-sr")),
+        *(slow("block_scales", name) for name in ("in-fp8-tensor", "gain-drawn")),
         *(("block_scales", f"transformed {name}") for name in ("nvfp4-17-16-sr 16", "ue5m3 64")),
         ("block_scales", "four-over-six-32"),
         ("quotients", "some"),
         ("quotients", "exponents"),
         ("carriers", "16 x 96"),
-        ("carriers", "row scales"),
-        ("carriers", "mse-fp8"),
+        slow("carriers", "row scales"),
+        slow("carriers", "mse-fp8"),
         ("low_bit_adamw", "place"),
-        ("low_bit_adamw", "range"),
-        ("swiglu", "result 32 x 128 ceil nearest"),  # quantized as it is computed
+        slow("low_bit_adamw", "range"),
+        slow("swiglu", "result 32 x 128 ceil nearest"),  # quantized as it is computed
         ("swiglu", "gradient 32 x 128 ceil stochastic"),
     ],
 )
@@ -71,7 +78,7 @@ def test_some_cases_are_the_reference_s(comparison: str, cases: str) -> None:
     assert differences(comparison, cases) == [""]
 
 
-@pytest.mark.parametrize("cases", [" e4m3 float32", "aligned bf16 bfloat16"])
+@pytest.mark.parametrize("cases", [" e4m3 float32", slow("aligned bf16 bfloat16")])
 def test_messages_are_the_reference_s(cases: str) -> None:
     assert differences("messages", cases) == [""]
 
@@ -81,6 +88,6 @@ def test_all_messages_are_the_reference_s() -> None:
     assert differences("messages") == [""]
 
 
-@pytest.mark.parametrize("cases", ["34 features, 0.99", "fine"])
+@pytest.mark.parametrize("cases", [slow("34 features, 0.99"), "fine"])
 def test_outliers_are_the_reference_s(cases: str) -> None:
     assert differences("outlier_clamp", cases) == [""]

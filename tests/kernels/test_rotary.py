@@ -8,6 +8,7 @@ from testing.kernels.compiling import compiled_launch, sass
 from testing.kernels.interpreter import differences
 
 
+@pytest.mark.slow
 def test_results_are_those_of_float64_and_mistakes_are_noticed() -> None:
     assert differences("rotary") == [""]
 

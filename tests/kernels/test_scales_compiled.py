@@ -36,6 +36,7 @@ def test_casts_with_float32_scales_compile(element: Any, axis: int, capability: 
         assert "div.rn.f32" in ptx and "div.full" not in ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("element", row_operands.EXPONENTS)
 def test_row_scales_fit_the_registers(element: Any) -> None:
     """Both operands of a matrix, and rows of the most columns, with all that they may have."""
@@ -84,6 +85,7 @@ def test_casts_with_scales_in_small_floats_compile(
 MIDDLE = {32, 64}  # groups whose transforms need fewer registers than those of 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group",
     [pytest.param(each, marks=pytest.mark.outside) if each in MIDDLE else each for each in GROUPS],
@@ -131,6 +133,7 @@ def test_a_product_is_scaled_in_whole_words(dtype: Any, capability: int) -> None
     assert "STL" not in sass(compiled_launch(scale, 90)["cubin"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize(("axis", "length"), [(0, 16), (1, 32)])
 @pytest.mark.parametrize("rule", blocks.COMPARED)

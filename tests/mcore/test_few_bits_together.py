@@ -45,6 +45,7 @@ def check_each_shows(plain: Result, few: str, script: str = "pretrain_gathering.
         assert without.losses == pytest.approx(plain.losses, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [

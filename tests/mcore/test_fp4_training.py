@@ -55,6 +55,7 @@ def test_recomputation_repeats_the_run(folder: Path) -> None:
     assert recomputed.evaluations == kept.evaluations
 
 
+@pytest.mark.slow
 def test_a_recomputed_step_that_is_run_again_repeats_the_run(folder: Path) -> None:
     """Upstream distrusts every loss (errors injected into its check of spikes), runs each step
     again, and prints the loss of both runs; the second's gradients count."""

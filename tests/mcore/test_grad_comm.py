@@ -129,6 +129,7 @@ def test_one_rank_sends_and_rounds_nothing(recipe: str) -> None:
     assert result.losses == plain(1, *recipe.split()).losses
 
 
+@pytest.mark.slow
 def test_another_seed_rounds_otherwise() -> None:
     one, two = (train(2, *FLAGS, "--fp4-seed", seed) for seed in ("1", "2"))
     assert one.losses != two.losses == pytest.approx(one.losses, rel=1e-3)

@@ -90,6 +90,7 @@ def test_uneven_and_empty_shards(ranks: int, flags: str, words: str) -> None:
     check(run(f"{FP8} {flags}", words, ranks), run(flags, processes=ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("sharded", ["", SHARDED])
 def test_pieces_change_no_bit(form: str, sharded: str) -> None:
@@ -158,6 +159,7 @@ def test_other_launches(name: str) -> None:
     check(run(f"{FP8} {flags}", dtype=dtype), run(flags, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [FP8, pytest.param(BF16, marks=pytest.mark.outside)])
 def test_the_precision_aware_optimizer(form: str) -> None:
     """It reads the sums where they are stored. Here it is a stand-in (testing/fused_adam.py), with

@@ -232,7 +232,7 @@ def test_a_cache_that_is_never_stale_would_be_caught(
 FORMS = "packed", "decoded", "fprop", "off", "remade"
 
 
-@pytest.mark.parametrize("recipe", ["tetrajet", "dge-occ"])
+@pytest.mark.parametrize("recipe", ["tetrajet", pytest.param("dge-occ", marks=pytest.mark.slow)])
 def test_how_the_weights_are_kept_changes_no_bit(recipe: str) -> None:
     """Through the real loop; gradients reach the losses of the later steps."""
     flags = ("--bf16", "--fp4-recipe", recipe, "--fp4-weight-cache")

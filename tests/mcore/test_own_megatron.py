@@ -53,8 +53,8 @@ def error_of(result: Result) -> str:
     ("script", "processes", "layout"),
     [
         ("builder.py", 1, ()),
-        ("te_layers.py", 2, TP2_SP),
-        ("provider.py", 2, PP2),
+        pytest.param("te_layers.py", 2, TP2_SP, marks=pytest.mark.slow),
+        pytest.param("provider.py", 2, PP2, marks=pytest.mark.slow),
         ("fork.py", 2, TP2_SP),
         pytest.param("provider.py", 2, VPP2, marks=pytest.mark.outside),
         pytest.param("builder.py", 2, VPP2, marks=pytest.mark.outside),

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_state_of_each_parameter_is_its_own(folder: Path) -> None:
     for step in STEPS:
         assert shifted(folder / "whole" / step) == []

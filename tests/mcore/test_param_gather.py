@@ -129,6 +129,7 @@ def test_eight_ranks_cut_blocks() -> None:
     assert "blocks are cut" in found.output
 
 
+@pytest.mark.slow
 def test_the_precision_aware_optimizer() -> None:
     """The main weights are its own, and it rounds them. Transformer Engine's needs a GPU: this is a
     stand-in (testing/fused_adam.py), with the losses of torch's AdamW."""
@@ -228,6 +229,7 @@ def test_linears_in_cpp_read_the_codes() -> None:
 # --- where the weights themselves are read --------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp4", marks=pytest.mark.outside)])
 def test_evaluations(precision: str) -> None:
     flags = f"{TETRAJET} {EVALUATED} --fp4-eval-forward {precision}"

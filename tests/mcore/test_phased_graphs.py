@@ -74,6 +74,7 @@ def test_each_phase_is_captured() -> None:
     same_training(1, *PHASES)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_kept_train_by_the_recipe_before() -> None:
     """Negative control: a run whose recipe has no phases."""
     kept = trained(1, "keep", *SIX, *PHASES, *GRAPHS)

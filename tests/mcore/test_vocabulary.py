@@ -49,6 +49,7 @@ def test_rows_that_cannot_be_had_are_one_line(rows: int | None, pads: bool, word
         refuse(rows_refused(args))
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_layout_and_the_padding_is_kept(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "2")
     alone, sharded = train(1, *VOCABULARY, *save), train(2, *VOCABULARY, *TP2)

@@ -52,6 +52,7 @@ def test_an_evaluation_alone_says_that_it_has_no_average(tmp_path: Path) -> None
 # --- layouts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_data_parallel_layouts_repeat_one_process_bit_for_bit() -> None:
     """The same sums, whoever owns which part of a weight; and the average is read."""
     # With three layers the halves of the parameters divide a linear's weight.

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from megatron_fp4.errors import ConfigError
 
@@ -145,7 +145,7 @@ class Combination:
         value is how things were, changes no combination."""
         return {axis: value for axis in AXES if (value := getattr(self, axis)) != first(axis)}
 
-    @property
+    @cached_property
     def key(self) -> str:
         """16 hexadecimal digits of the SHA-256 of `chosen`."""
         text = json.dumps(self.chosen, sort_keys=True)

@@ -146,6 +146,7 @@ def interrupted_at(line: int) -> None:
         sys.settrace(None)
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_each_line_ends_the_process_and_its_worker() -> None:
     fork = multiprocessing.get_context("fork")
     for line in itertools.count(1):

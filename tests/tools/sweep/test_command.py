@@ -41,7 +41,10 @@ def test_a_second_run_on_a_file_is_refused(
 
 @pytest.mark.parametrize(
     "which",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL],
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM)),
+        signal.SIGKILL,
+    ],
 )
 def test_workers_end_with_the_command(which: signal.Signals, written: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
