@@ -9,7 +9,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the checkout, installed or not
 
-from megatron_fp4.convert.command import main  # noqa: E402
+from tools.interruption import quiet_interruption  # noqa: E402
+
+with quiet_interruption():
+    from megatron_fp4.convert.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -113,7 +113,7 @@ def test_workers_end_with_their_process(
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("script", ["preprocess.py", "prepare_data.py"])
+@pytest.mark.parametrize("script", ["preprocess.py", "prepare_data.py", "checkpoint.py"])
 def test_an_interruption_of_the_imports_is_quiet(script: str, tmp_path: Path) -> None:
     """Where torch is imported, which can lose a KeyboardInterrupt."""
     (tmp_path / "torch.py").write_text(
