@@ -125,10 +125,12 @@ def _rest(
         index = neighbour_group_indices(
             place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED
         )
-        return rest_of_neighbours(index, key, stream, INTERPRETED)
-    index = tile_group_indices(place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED)
-    rest = tl.reshape(rest_of_tile(index, key, stream, INTERPRETED), (ROWS, COLUMNS))
-    return tl.trans(rest) if AXIS == 0 else rest
+        rest = rest_of_neighbours(index, key, stream, INTERPRETED)
+    else:
+        index = tile_group_indices(place, row0, column0, ROWS, COLUMNS, HAS_GROUPS, INTERPRETED)
+        rest = tl.reshape(rest_of_tile(index, key, stream, INTERPRETED), (ROWS, COLUMNS))
+        rest = tl.trans(rest)
+    return rest
 
 
 @triton.jit
@@ -198,7 +200,10 @@ def cast_kernel(
     docs/numerics.md, E4M3 and UE5M3, has the steps. A block with Inf or NaN gets codes 0 and the
     scale NaN.
     """
-    v = loaded(x_ptr, signs_ptr, n_rows, n_columns, AXIS, ALONG, TURN, INTERPRETED, ROWS, COLUMNS)
+    TOGETHER: tl.constexpr = max(ALONG, GAIN)
+    v = loaded(
+        x_ptr, signs_ptr, n_rows, n_columns, AXIS, TOGETHER, TURN, INTERPRETED, ROWS, COLUMNS
+    )
     rest = 0
     if STOCHASTIC or SCALES_DRAW:
         place = random.rows, random.groups, n_rows, n_columns // 8, random.groups_per_row

@@ -33,6 +33,32 @@ def code_of(wanted, BIAS: tl.constexpr, MAX: tl.constexpr, UP: tl.constexpr):
 
 
 @triton.jit
+def code_for(
+    maxima,
+    tensor_scale,
+    TARGET: tl.constexpr,
+    INFLATE: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """The codes of the block scales that map the largest magnitudes of blocks to TARGET: int32 of
+    maxima's shape.
+
+    maxima: float32. tensor_scale: float32 []. INFLATE: multiplies block scales before they are
+    rounded. BIAS, MAX, UP: see `code_of`.
+    """
+    wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * TARGET, maxima.shape)) * INFLATE
+    return code_of(wanted, BIAS, MAX, UP)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x for float32 numbers, rounded to nearest."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
 def stochastic_code(wanted, random, BIAS: tl.constexpr, MAX: tl.constexpr):
     """Rounds numbers stochastically to block scales, and returns the scales' codes, int32.
 

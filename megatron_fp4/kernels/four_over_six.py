@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.float_scales import code_of, divisor_of, rounded, scale_of, spread
+from megatron_fp4.kernels.float_scales import (
+    code_for,
+    divisor_of,
+    reciprocal,
+    rounded,
+    scale_of,
+    spread,
+)
 
 
 @triton.jit
@@ -37,8 +44,7 @@ def _estimate(v, divisor, ALONG: tl.constexpr):
     """
     R: tl.constexpr = divisor.shape[0]
     C: tl.constexpr = divisor.shape[1]
-    inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    scaled = tl.abs(v) * spread(inverse, 1, ALONG)
+    scaled = tl.abs(v) * spread(reciprocal(divisor), 1, ALONG)
     off = rounded(scaled) - scaled
     return tl.sum(tl.reshape(off * off, (R, C, ALONG)), 2)
 
@@ -63,15 +69,16 @@ def smaller_error(
     BIAS, MAX: of the scale format, its exponent bias and largest number. INFLATE: multiplies block
     scales before they are rounded.
 
-    Estimates in float32 decide where they differ by more than they can be off; float64 decides if
-    they do not for any block of the tile. With e the sum of the squared estimates of a block of 16,
-    each a distance to the grid that is off by at most 5 * 2^-24 times the magnitude (of 6.4 at
-    most, if it is not clipped), e is off by less than 2^-17 (1 + e). In units of the other
-    candidate's divisor it is at most four times that. Where an estimate is not finite, none of the
-    comparisons holds.
+    Estimates in float32 decide where they differ by more than their error. If they differ by less
+    in one block of the tile, float64 decides for the whole tile. An element's distance to the grid
+    is off by at most 5 * 2^-24 times its scaled magnitude, which is at most 6.4 if it is not
+    clipped. So the sum e of the squares in a block of 16 is off by less than 2^-17 (1 + e). The
+    divisor of `four` is at most twice that of `six`, so that in units of `six` its sum is off by at
+    most four times that, and both together by 5 * 2^-17 (1 + of_six + of_four). UNSURE is 8 * 2^-17
+    here, and grows with the block. Where an estimate is not finite no comparison holds, and float64
+    decides.
     """
-    wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * 4.0, maxima.shape)) * INFLATE
-    four = code_of(wanted, BIAS, MAX, False)
+    four = code_for(maxima, tensor_scale, 4.0, INFLATE, BIAS, MAX, False)
     divisor = divisor_of(six, tensor_scale, BIAS)
     larger = divisor_of(four, tensor_scale, BIAS)
     of_six, ratio = _estimate(v, divisor, ALONG), tl.div_rn(larger, divisor)

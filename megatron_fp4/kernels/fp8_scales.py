@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.float_scales import rounded, scale_of
+from megatron_fp4.kernels.float_scales import reciprocal, rounded, scale_of
 
 _SUBNORMAL = tl.constexpr(6)  # subnormal scales
 
@@ -41,7 +41,7 @@ def _code_of(index):
 def inverse_of(code, BIAS: tl.constexpr):
     """The reciprocals of scales with these codes, float32; 0 for the code 0."""
     scale = scale_of(code, BIAS)
-    return tl.where(code > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+    return tl.where(code > 0, reciprocal(scale), 0.0)
 
 
 @triton.jit

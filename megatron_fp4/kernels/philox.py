@@ -194,6 +194,7 @@ def neighbour_group_indices(
     """Group indices, int64 [COLUMNS / 16, ROWS, 2], of a tile in which a thread holds 16 neighbours
     of a row. For the arguments see `tile_group_indices`."""
     two = tl.arange(0, 2)[None, None, :]
+    # `group_indices` broadcasts rows along the first axis alone, so they have the last one here.
     rows = row0 + tl.arange(0, ROWS)[None, :, None] + 0 * two
     groups = column0 // 8 + 2 * tl.arange(0, COLUMNS // 16)[:, None, None] + two
     return group_indices(place, rows, groups, HAS_GROUPS, INTERPRETED)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.float_scales import spread
+from megatron_fp4.kernels.float_scales import reciprocal, spread
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def _fused(a, b, c, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _normalized(divisor):
-    """(power, quotient): the power of two that brings divisors near 1, and the divisors times it.
+    """(power, product): the powers of two that bring divisors near 1, and the divisors times them.
 
-    divisor: float32, above 0. The products are in [1, 4), but for those of subnormal numbers.
+    divisor: float32, above 0. The products are in [1, 4), and below 1 for subnormal divisors.
     """
     byte = tl.maximum(254 - (divisor.to(tl.int32, bitcast=True) >> 23), 1)
     power = (byte << 23).to(tl.float32, bitcast=True)
@@ -57,7 +57,7 @@ def quotients(v, divisor, ACROSS: tl.constexpr, ALONG: tl.constexpr, INTERPRETED
     """
     there = divisor < float("inf")
     power, near_1 = _normalized(tl.where(there, divisor, 1.0))
-    inverse = tl.div_rn(tl.full(near_1.shape, 1.0, tl.float32), near_1)
+    inverse = reciprocal(near_1)
     scaled = tl.abs(v) * spread(tl.where(there, power, 0.0), ACROSS, ALONG)
     inverse, minus = spread(inverse, ACROSS, ALONG), spread(-near_1, ACROSS, ALONG)
     about = scaled * inverse

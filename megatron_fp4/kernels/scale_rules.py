@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.kernels.float_scales import code_of, divisor_of, spread
+from megatron_fp4.kernels.float_scales import code_for, divisor_of, spread
 from megatron_fp4.kernels.four_over_six import smaller_error
 from megatron_fp4.kernels.fp8_scales import best_in_fp8, inverse_of
 from megatron_fp4.kernels.quotients import quotients
@@ -33,20 +33,19 @@ def in_scales(
     Returns (the codes of the scales, int32 of maxima's shape; the magnitudes of v in units of the
     scales, float32 of v's shape).
 
-    v: float32 [rows, columns]. maxima: float32 [rows / ACROSS, columns / ALONG], the largest
-    magnitudes of its blocks; 0 for a block that is not finite. tensor_scale: float32 []. For the
-    constants see `blocks.cast_kernel`.
+    v: float32 [rows, columns] of BF16 values, as `quotients` needs them. maxima: float32
+    [rows / ACROSS, columns / ALONG], the largest magnitudes of its blocks; 0 for a block that is
+    not finite. tensor_scale: float32 []. For the constants see `blocks.cast_kernel`.
     """
     if RULE == "mse-fp8":
         if TENSOR_MAX > 0:
-            whole = tl.broadcast_to(tensor_scale, (1, 1))
-            v = quotients(v, whole, v.shape[0], v.shape[1], INTERPRETED)
+            one_block = tl.broadcast_to(tensor_scale, (1, 1))  # the tile is one block
+            v = quotients(v, one_block, v.shape[0], v.shape[1], INTERPRETED)
             maxima = tl.div_rn(maxima, tensor_scale)
         scale = best_in_fp8(v, maxima, BIAS, MAX, ALONG)
         scaled = tl.abs(v * spread(inverse_of(scale, BIAS), ACROSS, ALONG))
     else:
-        wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * 6.0, maxima.shape)) * INFLATE
-        scale = code_of(wanted, BIAS, MAX, RULE == "up")
+        scale = code_for(maxima, tensor_scale, 6.0, INFLATE, BIAS, MAX, RULE == "up")
         if RULE == "four-over-six":
             scale = smaller_error(v, maxima, scale, tensor_scale, BIAS, MAX, INFLATE, ALONG)
         divisor = divisor_of(scale, tensor_scale, BIAS)

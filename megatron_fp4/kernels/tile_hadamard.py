@@ -121,9 +121,9 @@ def _transformed(
 def _read(x_ptr, n_rows, n_columns, BELOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The tile of x that this program handles [ROWS, COLUMNS], as it is in memory; zeros outside.
 
-    A thread holds 16 neighbours, of a column if BELOW, else of a row: it finds the largest of a
-    block alone. The hints to the compiler spread the threads over the other axes; see
-    `source.loaded`.
+    In a program of four warps a thread holds 16 neighbours, of a column if BELOW, else of a row, so
+    that it finds the largest of a block of 16 alone. With eight warps and BELOW two threads share a
+    block. The hints to the compiler spread the threads over the other axes; see `source.loaded`.
     """
     if BELOW:
         rows = 16 * tl.arange(0, ROWS // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
@@ -148,7 +148,7 @@ def loaded(
     n_rows,
     n_columns,
     AXIS: tl.constexpr,
-    ALONG: tl.constexpr,
+    TOGETHER: tl.constexpr,
     TURN: tl.constexpr,
     INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -158,12 +158,13 @@ def loaded(
 
     x_ptr: the bits of BF16 [n_rows, n_columns], int16; before a transform also float32.
     signs_ptr: float32 [group], the signs of a transform along AXIS; read if TURN.SIGNED.
-    ALONG: the size of a block along AXIS. ROWS, COLUMNS: of the tile, with whole groups.
+    TOGETHER: the most elements along AXIS that are reduced together, to a scale or a gain. ROWS,
+        COLUMNS: of the tile, with whole groups.
     """
     IN_BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
-    # Blocks of 32 would lie in two threads, of warps that Triton 3.6 takes for others; see
-    # testing/kernels/reductions.py.
-    BELOW: tl.constexpr = AXIS == 0 and TURN.GROUP == 0 and ALONG == 16
+    # More than 16 elements would lie in several warps. Triton 3.6 reduces them wrongly in some of
+    # these layouts; see testing/kernels/reductions.py.
+    BELOW: tl.constexpr = AXIS == 0 and TURN.GROUP == 0 and TOGETHER == 16
     v = _read(x_ptr, n_rows, n_columns, BELOW, ROWS, COLUMNS)
     if IN_BF16:
         v = (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)

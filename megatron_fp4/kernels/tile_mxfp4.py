@@ -164,7 +164,7 @@ def _words_of_rows(
 
 @triton.jit
 def _of_words(of_blocks, B: tl.constexpr):
-    """[rows / 8, 8, columns / 8], for each word of eight codes a number of its block.
+    """Repeats a number of each block for all its words of eight codes: [rows / 8, 8, columns / 8].
 
     of_blocks: [rows / 8, 8, columns / B], a number for each block of B along the rows.
     """

@@ -1,5 +1,7 @@
 """Reductions of the kernels for block scales are of layouts that Triton compiles rightly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton.language as tl
@@ -13,19 +15,19 @@ from testing.kernels.reductions import scattered_reductions
 
 # Blocks of 16 and of 32 in tiles of four and of eight warps.
 NAMES = "nvfp4", "ue5m3", "four-over-six", "four-over-six-32", "in-fp8-32", "gain"
+# As "gain", whose groups are of 32 elements.
+GAINS = {f"gain-{size}": replace(QUANTIZERS["gain"], unit_gain=size) for size in (16, 64, 128)}
 TURNS = [pytest.param(Turn(size, 1.0, True), marks=pytest.mark.outside) for size in GROUPS]
 OTHERS = [pytest.param(name, marks=pytest.mark.outside) for name in QUANTIZERS if name not in NAMES]
 
 
 @pytest.mark.parametrize("axis", [0, pytest.param(1, marks=pytest.mark.outside)])
 @pytest.mark.parametrize("turn", [NO_TURN, *TURNS], ids=str)
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS, *GAINS])
 def test_warps_along_a_reduced_axis_have_neighbouring_bits(
     name: str, turn: Turn, axis: int
 ) -> None:
-    quantizer = QUANTIZERS[name]
-    if quantizer.unit_gain > turn.GROUP > 0:
-        pytest.skip("a gain of 1 is of whole groups of a transform")
+    quantizer = (QUANTIZERS | GAINS)[name]
     starts = [blocks._cast_launch(96, 160, quantizer, axis, False, False, turn, torch.bfloat16)]
     if quantizer.tensor_max:
         starts.append(blocks._find_launch(96, 160, quantizer, axis, turn, torch.bfloat16))
