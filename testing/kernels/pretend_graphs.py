@@ -5,8 +5,8 @@ them again on that memory, as a GPU does with kernels. Python code of the captur
 run. A GPU runs no kernel during a capture, so what a capture writes to memory that was there before
 is undone at its end.
 
-Not pretended: collectives, and that graphs of one pool share memory. But the uses of each pool are
-counted as torch counts them, which frees the memory of pools that are not in use.
+Not pretended: collectives, and that graphs of one pool share memory. The uses of each pool are
+counted as torch counts them: it frees a pool's memory only when nothing uses the pool.
 """
 
 from __future__ import annotations

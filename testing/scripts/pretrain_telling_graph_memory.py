@@ -41,7 +41,7 @@ def main() -> None:
 def _telling(upstream: Any, when: str) -> Any:
     def call(*given: Any, **named: Any) -> Any:
         found = upstream(*given, **named)
-        segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+        segments = torch.cuda.memory_snapshot()
         of_graphs = [each for each in segments if tuple(each["segment_pool_id"]) != OUTSIDE]
         size = sum(each["total_size"] for each in of_graphs)
         sys.stderr.write(f"memory of graphs, {when}: {size}\n")

@@ -7,8 +7,9 @@ graphs, as in the first step of a training, and at its end Megatron captures the
 C stands for megatron/core. Upstream's own C/transformer/cuda_graphs.py:delete_cuda_graphs (0.19)
 does not do it:
 
-- It resets the layers that wait for a capture. Those that were captured are neither replayed nor
-  captured again, and under pipeline parallelism they are replayed as they were.
+- It resets only the layers that wait for a capture, and after a capture none does. Without pipeline
+  parallelism layers run without graphs from then on. With it new graphs are captured, but the old
+  ones are replayed.
 - It leaves the graphs' memory reserved. With each input that is allocated in the pool of the graphs
   (alloc_tensor_from_graph_mempool) torch counts one more use of the pool, which upstream never
   takes back, and torch frees no pool that is in use.
@@ -27,7 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_fp4.mcore.model.run import Run
 
-_uses = 0  # of the pool of the graphs, by the inputs that were allocated in it
+_inputs_in_pool = 0  # since graphs were last dropped; torch counts each as a use of the pool
 
 
 def install(run: Run, model: Sequence[MegatronModule]) -> None:
@@ -40,16 +41,16 @@ def install(run: Run, model: Sequence[MegatronModule]) -> None:
         cuda_graphs.alloc_tensor_from_graph_mempool = _counting(allocate)
     modules = [module for chunk in model for module in chunk.modules()]
     managers = [module for module in modules if isinstance(module, CudaGraphManager)]
-    # Megatron made this stream the current one when it built the layers. With another one than the
-    # default stream, layers that ran can be captured.
+    # Megatron made this stream the current one when it built the layers. What runs on the default
+    # stream before a capture can prevent it, so layers run on this one until they are captured.
     run.drop_graphs = functools.partial(_drop, managers, torch.cuda.current_stream())
 
 
 def _counting(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def alloc_tensor_from_graph_mempool(meta: Any) -> Any:
-        global _uses
-        _uses += 1
+        global _inputs_in_pool
+        _inputs_in_pool += 1
         return upstream(meta)
 
     return alloc_tensor_from_graph_mempool
@@ -59,7 +60,7 @@ def _drop(managers: Sequence[CudaGraphManager], stream: torch.cuda.Stream) -> No
     """Frees all graphs of this rank, so that its layers run without graphs until the end of the
     next step that trains, when they are captured.
 
-    managers: of its layers. stream: for what runs until then.
+    managers: those of its layers. stream: where layers run until they are captured.
     """
     if not _CudagraphGlobalRecord.cudagraph_created:
         return
@@ -84,7 +85,7 @@ def _release_pool() -> None:
 
     A graph that is reset ends its own use. The inputs that were allocated in the pool do not.
     """
-    global _uses
-    for _ in range(_uses):
+    global _inputs_in_pool
+    for _ in range(_inputs_in_pool):
         torch._C._cuda_releasePool(torch.cuda.current_device(), CudaGraphManager.global_mempool)
-    _uses = 0
+    _inputs_in_pool = 0

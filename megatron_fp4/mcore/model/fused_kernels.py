@@ -109,7 +109,7 @@ def _refused(config: TransformerConfig) -> dict[str, str]:
     if config.rotary_interleaved:
         found[ROTARY] = "--rotary-interleaved"
     if config.apply_rope_fusion:
-        found[ROTARY] = "Transformer Engine's, by --apply-rope-fusion"
+        found[ROTARY] = "Transformer Engine's, without --no-rope-fusion"
     if config.add_bias_linear:
         found[SWIGLU] = "fc1 has a bias"
     elif config.num_moe_experts is not None:

@@ -21,12 +21,11 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     yield from _recomputation(args)
     yield from _experts(args)
     yield from _microbatches(args)
-    # C/transformer/cuda_graphs.py replays the graphs of training in evaluation too, where there
-    # must be no dropout, and X must keep its mean.
+    # Evaluation keeps the mean of X, but C/transformer/cuda_graphs.py replays training's graphs.
     in_turn = (each for recipe in recipes for each in recipe.in_turn)
     mean = next((each.name for each in in_turn if each.x_mean == "subtracted"), "")
     problems = {
-        f"x_mean: subtracted of recipe {mean}, since evaluation leaves the mean in X": mean,
+        f"recipe {mean}, which subtracts the mean of X in training alone": mean,
         "--mtp-num-layers": args.mtp_num_layers,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,
@@ -40,6 +39,7 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
             args.eval_micro_batch_size not in (None, args.micro_batch_size)
         ),
     }
+    # Evaluation replays the graphs of training, and must have no dropout.
     if args.hidden_dropout or args.attention_dropout:
         yield (
             f"{_REPLAYS} with dropout: give --attention-dropout 0 --hidden-dropout 0, since "
