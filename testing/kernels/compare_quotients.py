@@ -21,8 +21,8 @@ from megatron_fp4.kernels.quotients import quotients
 
 ROWS, COLUMNS = 2048, 128
 ONE = 0x3F800000
-# Divisors with a quotient so near to the middle of two float32 numbers that it is rounded wrongly if
-# the last product is rounded before it is added.
+# Divisors with a quotient so near to the middle of two float32 numbers that it is rounded wrongly
+# if the last product is rounded before it is added.
 HARD = (
     0x3FB193EF, 0x3FC28613, 0x3FCD4B03, 0x3FD0AB43, 0x3FD33793, 0x3FD43D43, 0x3FD835C3, 0x3FDC8503,
     0x3FE1368B, 0x3FE25473, 0x3FEC7EC7, 0x3FF02A3B, 0x3FF0FF0F, 0x3FF92863, 0x3FFC3237, 0x3FFE01FF,
