@@ -29,8 +29,8 @@ class Pools:
     """The pools of memory that graphs share, by their handles.
 
     uses: of each pool, one for each graph that was captured into it and was not reset, and one for
-    each allocation outside of graphs that was not released. most: how many pools were in use at a
-    time.
+    each allocation outside of graphs that was not released. most: the most pools that were in
+    use at the same time.
     """
 
     def __init__(self) -> None:

@@ -40,6 +40,11 @@ class Result:
     output: str  # standard output and standard error
 
     @property
+    def captures(self) -> int:
+        """How often Megatron captured layers in CUDA graphs, as rank 0 says."""
+        return self.output.count("cuda graph(s) in")
+
+    @property
     def has_traceback(self) -> bool:
         """Whether a rank printed a Python traceback; that of torchrun itself does not count."""
         return '.py", line' in self.output.split("multiprocessing/api.py")[0]

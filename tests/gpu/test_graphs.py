@@ -191,16 +191,11 @@ def of_phases(processes: int, steps: int, *flags: str) -> Result:
     return result
 
 
-def captures(result: Result) -> int:
-    """How often Megatron captured layers, as rank 0 says."""
-    return result.output.count("cuda graph(s) in")
-
-
 def same_phases(processes: int, steps: int, begun: int, *flags: str) -> None:
     """With graphs and without, bit for bit. begun: how many phases begin, each with a capture."""
     replayed = of_phases(processes, steps, *flags, *GRAPHS)
     assert told(replayed) == told(of_phases(processes, steps, *flags))
-    assert captures(replayed) == 1 + begun
+    assert replayed.captures == 1 + begun
 
 
 def test_graphs_train_each_phase_of_auto() -> None:
@@ -255,7 +250,7 @@ def memory_of_graphs(mistake: str, recipe: str) -> tuple[list[int], list[int]]:
         [int(size) for size in re.findall(rf"memory of graphs, {when}: (\d+)", result.output)]
         for when in ("step", "dropped")
     )
-    assert len(steps) == 6 and len(dropped) == 2 and captures(result) == 3
+    assert len(steps) == 6 and len(dropped) == 2 and result.captures == 3
     return steps, dropped
 
 

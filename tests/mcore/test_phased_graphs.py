@@ -53,11 +53,6 @@ def told(result: Result) -> tuple[dict[tuple[str, str], str], list[float], list[
     return digests(result), result.losses, result.evaluations
 
 
-def captures(result: Result) -> int:
-    """How often Megatron captured layers, as rank 0 says."""
-    return result.output.count("cuda graph(s) in")
-
-
 def pools(result: Result) -> set[str]:
     """How many pools of memory graphs used at a time, on each rank."""
     return set(re.findall(r"pools at a time: (\d+)", result.output))
@@ -67,7 +62,7 @@ def same_training(processes: int, *flags: str, begun: int = 2) -> None:
     """With graphs and without, bit for bit. begun: how many phases begin, each with a capture."""
     replayed = trained(processes, "none", *SIX, *flags, *GRAPHS)
     assert told(replayed) == told(trained(processes, "none", *SIX, *flags))
-    assert captures(replayed) == 1 + begun and pools(replayed) == {"1"}
+    assert replayed.captures == 1 + begun and pools(replayed) == {"1"}
 
 
 def test_each_phase_is_captured() -> None:
@@ -80,14 +75,14 @@ def test_graphs_that_are_kept_train_by_the_recipe_before() -> None:
     kept = trained(1, "keep", *SIX, *PHASES, *GRAPHS)
     before = trained(1, "none", *SIX, *RECIPE, "tetrajet")
     assert told(kept) == told(before) != told(trained(1, "none", *SIX, *PHASES))
-    assert captures(kept) == 1
+    assert kept.captures == 1
 
 
 @pytest.mark.slow
 def test_megatron_s_own_way_to_delete_graphs_captures_nothing_again() -> None:
     """Negative control. Under pipeline parallelism it replays graphs of the recipe before."""
     deleted = trained(1, "delete", *SIX, *PHASES, *GRAPHS)
-    assert told(deleted) == told(trained(1, "none", *SIX, *PHASES)) and captures(deleted) == 1
+    assert told(deleted) == told(trained(1, "none", *SIX, *PHASES)) and deleted.captures == 1
     wrong, right = (trained(2, mistake, *SIX, *PIPELINE, *PHASES, *more) for mistake, more in (
         ("delete", GRAPHS), ("none", ()),
     ))  # fmt: skip
@@ -141,7 +136,7 @@ def test_a_run_that_resumes_in_a_phase_captures_it(step: str, tmp_path: Path) ->
     )
     wanted, found = digests(whole), digests(again)
     assert len(found) == 6 - int(step) and found.items() <= wanted.items()
-    assert captures(whole) == 3 and captures(again) == 2
+    assert whole.captures == 3 and again.captures == 2
     assert again.evaluations == whole.evaluations[int(step) :]
 
 
