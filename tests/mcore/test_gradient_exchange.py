@@ -49,16 +49,16 @@ def check(result: Result, like: Result, shows: bool = True) -> None:
     assert result.losses == pytest.approx(like.losses, rel=1e-3)
 
 
-def slow_but_for(quick: tuple[str, ...]) -> list[object]:
+def outside_but_for(quick: tuple[str, ...]) -> list[object]:
     return [pytest.param(x, marks=() if x in quick else pytest.mark.outside) for x in LAYOUTS]
 
 
-@pytest.mark.parametrize("layout", slow_but_for(QUICK))
+@pytest.mark.parametrize("layout", outside_but_for(QUICK))
 def test_sums_are_those_of_all_ranks_gradients(layout: str) -> None:
     check(run(f"{FP8} {LAYOUTS[layout]}"), run(LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("layout", slow_but_for(("whole",)))
+@pytest.mark.parametrize("layout", outside_but_for(("whole",)))
 def test_gradients_in_bf16(layout: str) -> None:
     check(run(f"{BF16} {LAYOUTS[layout]}"), run(LAYOUTS[layout]), shows=False)
 
