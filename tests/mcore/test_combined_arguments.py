@@ -126,8 +126,8 @@ def test_what_evaluation_does_not_do_is_not_captured(tmp_path: Path) -> None:
         launch = ("--fp4-recipe", str(path), *dropout)
         parse(*launch)
         message = refusal(*launch, "--cuda-graph-impl", "local")
-        assert " which does not go with recipe " in message
-        assert message.endswith("subtracts the mean of X in training alone: leave out one of them")
+        assert "with x_mean: subtracted of recipe " in message
+        assert message.endswith("which acts in training alone: leave out one of them")
     path.write_text(f"{{{text}}}".replace("subtracted", "kept"))  # Negative control.
     parse(*launch, "--cuda-graph-impl", "local")
 

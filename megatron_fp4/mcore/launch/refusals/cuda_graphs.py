@@ -25,7 +25,7 @@ def captured_layers(args: Namespace, recipes: Iterable[Recipe]) -> Iterator[str]
     in_turn = (each for recipe in recipes for each in recipe.in_turn)
     mean = next((each.name for each in in_turn if each.x_mean == "subtracted"), "")
     problems = {
-        f"recipe {mean}, which subtracts the mean of X in training alone": mean,
+        f"x_mean: subtracted of recipe {mean}, which acts in training alone": mean,
         "--mtp-num-layers": args.mtp_num_layers,
         # These need hooks on modules, which a replay does not call.
         "--save-activations-interval": args.save_activations_interval,
