@@ -42,11 +42,12 @@ def code_for(
     MAX: tl.constexpr,
     UP: tl.constexpr,
 ):
-    """The codes of the block scales that map the largest magnitudes of blocks to TARGET: int32 of
+    """Chooses block scales by the largest magnitudes of blocks. Returns the scales' codes, int32 of
     maxima's shape.
 
-    maxima: float32. tensor_scale: float32 []. INFLATE: multiplies block scales before they are
-    rounded. BIAS, MAX, UP: see `code_of`.
+    maxima: float32, the largest magnitude of each block. TARGET: what it becomes when it is divided
+    by the block scale, before the scale is rounded, and by the tensor scale. tensor_scale: float32
+    []. INFLATE: multiplies block scales before they are rounded. BIAS, MAX, UP: see `code_of`.
     """
     wanted = tl.div_rn(maxima, tl.broadcast_to(tensor_scale * TARGET, maxima.shape)) * INFLATE
     return code_of(wanted, BIAS, MAX, UP)

@@ -60,8 +60,9 @@ def smaller_error(
     INFLATE: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """The codes of block scales, of the two candidates those with the smaller error: int32
-    [rows, columns / ALONG]. A tie takes `six`.
+    """Chooses one of two scales for each block: the one that maps the block's largest magnitude to
+    6, or the one that maps it to 4. It takes the one with the smaller squared rounding error of the
+    block, and at a tie that of 6. Returns the scales' codes, int32 [rows, columns / ALONG].
 
     v: float32 [rows, columns]. maxima: the largest magnitudes of its blocks of ALONG columns; 0 for
     a block that is not finite. six: the codes of the scales that map them to 6. tensor_scale:

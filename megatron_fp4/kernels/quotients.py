@@ -39,9 +39,10 @@ def _fused(a, b, c, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _normalized(divisor):
-    """(power, product): the powers of two that bring divisors near 1, and the divisors times them.
+    """Brings divisors near 1 by powers of two. Returns (power, product), both float32.
 
-    divisor: float32, above 0. The products are in [1, 4), and below 1 for subnormal divisors.
+    divisor: float32, above 0. power: of two, for each divisor. product: the divisor times its
+    power, in [1, 4), or below 1 for a subnormal divisor.
     """
     byte = tl.maximum(254 - (divisor.to(tl.int32, bitcast=True) >> 23), 1)
     power = (byte << 23).to(tl.float32, bitcast=True)

@@ -154,7 +154,9 @@ def loaded(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The tile of x that this program handles, float32, with AXIS last and zeros outside of x.
+    """Reads the tile of x that this program handles, and transforms it if TURN has a group.
+
+    Returns float32, transposed if AXIS is 0, so that AXIS is the last axis. It is 0 outside of x.
 
     x_ptr: the bits of BF16 [n_rows, n_columns], int16; before a transform also float32.
     signs_ptr: float32 [group], the signs of a transform along AXIS; read if TURN.SIGNED.

@@ -1,9 +1,9 @@
 """Spearman's rank correlation, of one sample and of many bootstrap draws from it at once.
 
-A draw takes some elements several times and leaves others out. It is stated by its counts: how
-often it has each element. Arrays of values and of counts have the shape (draws, elements); an array
-of values may also be one row, which all draws share. All draws are computed together, since a loop
-over them takes some twenty times as long.
+A draw takes some elements of the sample several times and leaves others out. An array of counts
+says how often each draw has each element. Arrays of values and of counts have the shape (draws,
+elements); an array of values may also be one row, which all draws share. All draws are computed
+together, since a loop over them takes some twenty times as long.
 """
 
 from __future__ import annotations

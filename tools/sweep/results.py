@@ -13,6 +13,7 @@ from tools import rows as jsonl
 from tools.rows import Row
 from tools.sweep import llama
 from tools.sweep.axes import AXES, Combination, with_values
+from tools.sweep.rank_correlation import ranks_of_draws
 from tools.sweep.stages import STAGES
 
 # What scores are compared with: BF16 by each optimizer.
@@ -94,16 +95,8 @@ def ranked(rows: list[Row], stages: Sequence[str]) -> dict[Combination, float]:
     tables = [scores(rows, stage) for stage in stages]
     common = set.intersection(*map(set, tables))
     order = sorted(common, key=lambda each: each.key)
-    places = [ranks(np.array([table[each] for each in order])) for table in tables]
+    each_once = np.ones((1, len(order)), dtype=int)
+    places = [
+        ranks_of_draws(np.array([table[each] for each in order]), each_once)[0] for table in tables
+    ]
     return dict(zip(order, np.mean(places, 0).tolist(), strict=True))
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of each value, from 0; equal values have the mean of their ranks."""
-    order = np.argsort(values, kind="stable")
-    ascending = values[order]
-    first = np.searchsorted(ascending, ascending, "left")
-    last = np.searchsorted(ascending, ascending, "right") - 1
-    found = np.empty(len(values))
-    found[order] = (first + last) / 2
-    return found

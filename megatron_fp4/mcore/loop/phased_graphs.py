@@ -60,7 +60,8 @@ def _drop(managers: Sequence[CudaGraphManager], stream: torch.cuda.Stream) -> No
     """Frees all graphs of this rank, so that its layers run without graphs until the end of the
     next step that trains, when they are captured.
 
-    managers: those of its layers. stream: where layers run until they are captured.
+    managers: Megatron's managers of CUDA graphs, one for each layer. stream: the CUDA stream on
+    which layers run until they are captured.
     """
     if not _CudagraphGlobalRecord.cudagraph_created:
         return
