@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from testing.worlds.checkpoints import MOE
 from testing.worlds.launch import SCRIPTS, Result, result_of, spawn, tiny_on_mock_data
 
 pytestmark = [
@@ -13,8 +14,8 @@ OWNED = "--use-distributed-optimizer"
 BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 20000"
 
 
-def run(script: str, flags: str) -> Result:
-    words = tiny_on_mock_data("--bf16", *flags.split())
+def run(script: str, flags: str, dtype: str = "--bf16") -> Result:
+    words = tiny_on_mock_data(dtype, *flags.split())
     return result_of(spawn(2, SCRIPTS / f"pretrain_{script}.py", *words))
 
 
@@ -25,6 +26,26 @@ def test_sums_are_the_reference_s(form: str, layout: str) -> None:
     gradients, which PyTorch encodes and sums."""
     found = run("exchanging", f"--fp4-grad-comm {form} {layout}")
     assert found.status == 0 and len(found.losses) == 4, found.output[-3000:]
+
+
+OTHERS = {
+    "FP16": ("--fp16", f"{OWNED} {BUCKETS} --initial-loss-scale 128"),
+    "experts": ("--bf16", f"{MOE} {OWNED}"),
+    "experts of FP16": ("--fp16", f"{MOE} {OWNED} {BUCKETS} --initial-loss-scale 128"),
+    "experts, one rank for each": ("--bf16", f"{MOE} --expert-model-parallel-size 2 {BUCKETS}"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_launches(name: str) -> None:
+    """With a recipe, as users launch them. Those without few bits have the first loss alike."""
+    dtype, flags = OTHERS[name]
+    flags = f"--fp4-recipe tetrajet {flags}"
+    plain = run("exchanging", flags, dtype)
+    found = run("exchanging", f"--fp4-grad-comm fp8 {flags}", dtype)
+    assert (plain.status, found.status) == (0, 0), found.output[-3000:]
+    assert found.losses[0] == plain.losses[0] and found.losses != plain.losses
+    assert found.losses == pytest.approx(plain.losses, rel=1e-3)
 
 
 def test_a_mistake_is_noticed() -> None:
