@@ -68,10 +68,8 @@ def _drop(managers: Sequence[CudaGraphManager], stream: torch.cuda.Stream) -> No
     torch.cuda.synchronize()
     for manager in managers:
         for runner in manager.cudagraph_runners:
-            for graph in filter(None, (runner.fwd_graph, runner.bwd_graph)):
-                graph.reset()
-        # A layer makes new runners while no graphs exist. Inputs and outputs go with the old ones.
-        manager.cudagraph_runners.clear()
+            _free(runner)
+        manager.cudagraph_runners.clear()  # a layer makes new runners while no graphs exist
     _release_pool()
     torch._C._cuda_clearCublasWorkspaces()  # captures allocated some in the pool
     cuda_graphs.delete_cuda_graphs()  # Megatron's record of graphs; gives unused memory back
@@ -79,6 +77,18 @@ def _drop(managers: Sequence[CudaGraphManager], stream: torch.cuda.Stream) -> No
     CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
     _CudagraphGlobalRecord._enable_saved_tensors_observer()
     torch.cuda.set_stream(stream)
+
+
+def _free(runner: Any) -> None:
+    """Frees the graphs of a runner, and the tensors that they read and write.
+
+    The runner cannot be used any more. It may stay alive: the output of its last replay belongs to
+    it, and autograd's record of this output refers to the runner. Python's garbage collector does
+    not see all of such a cycle.
+    """
+    for graph in filter(None, (runner.fwd_graph, runner.bwd_graph)):
+        graph.reset()
+    vars(runner).clear()
 
 
 def _release_pool() -> None:
