@@ -71,6 +71,11 @@ else
     )
 fi
 
+# Megatron's own layers, with the kernels of this package and of Liger-Kernel: the shortest step of
+# LLaMA's layers on an H200 (docs/install.md). Without these flags Megatron takes Transformer Engine's
+# layers wherever that is installed, as in NVIDIA's containers. For those delete both flags.
+layers=(--transformer-impl local --no-rope-fusion)
+
 # --load beside --save: the same command starts the run and goes on with it. When a rank gets
 # SIGTERM, all ranks end the step, save and exit (--exit-signal-handler).
 run=(
@@ -105,7 +110,7 @@ fi
     trap '' TERM USR1
     exec "${torchrun[@]}" --signals-to-handle SIGINT,SIGHUP,SIGQUIT \
         "${PRETRAIN:-pretrain_gpt.py}" --fp4-recipe "${RECIPE:-tetrajet}" \
-        "${model[@]}" "${layout[@]}" "${training[@]}" "${data[@]}" "${run[@]}" \
+        "${layers[@]}" "${model[@]}" "${layout[@]}" "${training[@]}" "${data[@]}" "${run[@]}" \
         "$@" --train-iters "$TRAIN_ITERS"
 ) &
 agent=$!

@@ -115,6 +115,7 @@ def test_megatron_takes_the_flags_and_the_layout_fits_the_nodes(
     ranks = args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
     assert args["data_parallel_size"] * ranks == args["world_size"] == launches[model][0]
     assert args["fp4_recipe"] == "tetrajet" and args["bf16"] and args["exit_signal_handler"]
+    assert "--transformer-impl local --no-rope-fusion" in " ".join(launches[model][1])
     assert args["load"] == args["save"] is not None
     assert args["train_iters"] == args["lr_decay_iters"] or args["lr_decay_iters"] is None
     # Blocks of 32 divide what a rank has of each linear.
