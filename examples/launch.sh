@@ -5,13 +5,14 @@
 #
 # The scripts in examples/slurm and examples/kubernetes start it once on each node. On one machine
 # it is started by hand, as above. Flags that are given here come after those of the model, and the
-# last one counts: `--num-layers 2` makes any of the models small.
+# last one counts: `--num-layers 8` makes any of the models small.
 #
 # Settings are environment variables. Folders have to be visible on all nodes.
 #   DATA        what tools/prepare_data.py wrote; "mock" for made-up tokens, to try a layout
 #   RUN_DIR     the run: checkpoints/, and data-cache/ for Megatron's index of the data
-#   TRAIN_ITERS the number of training steps; each model has a default
-#   RECIPE      an FP4 recipe, or bf16; default: tetrajet
+#   TRAIN_ITERS the number of training steps; each model has a default. With auto the last fifth of
+#               them is in FP8, so a run that resumes needs the number that it was started with
+#   RECIPE      an FP4 recipe, or bf16; default: auto (docs/recipes.md), for 3 layers or more
 #   SAVE_INTERVAL  steps from checkpoint to checkpoint; default: 500
 #   TOKENIZER, TOKENIZER_TYPE  default: DATA/tokenizer.model, SentencePieceTokenizer
 #   PRETRAIN    the training script; default: pretrain_gpt.py of this checkout
@@ -109,7 +110,7 @@ fi
 (
     trap '' TERM USR1
     exec "${torchrun[@]}" --signals-to-handle SIGINT,SIGHUP,SIGQUIT \
-        "${PRETRAIN:-pretrain_gpt.py}" --fp4-recipe "${RECIPE:-tetrajet}" \
+        "${PRETRAIN:-pretrain_gpt.py}" --fp4-recipe "${RECIPE:-auto}" \
         "${layers[@]}" "${model[@]}" "${layout[@]}" "${training[@]}" "${data[@]}" "${run[@]}" \
         "$@" --train-iters "$TRAIN_ITERS"
 ) &

@@ -11,7 +11,7 @@ LAUNCH = ROOT / "examples" / "launch.sh"
 SLOWLY = SCRIPTS / "pretrain_slowly.py"
 # Flags that make any of the models small, and that a CPU can run.
 SMALL = """
-    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
     --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4
     --cuda-graph-impl none --vocab-size 512 --lr-warmup-iters 5 --log-interval 1 --eval-iters 1
 """.split()

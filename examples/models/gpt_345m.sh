@@ -7,18 +7,19 @@ model=(
 )
 
 # Every GPU holds the whole model; the optimizer is shared out. Layers of this width take longer to
-# launch than to run, so CUDA graphs replay them: by the estimate below a step takes 0.87 of the time
-# of one without them. The fastest layout of all, with micro-batches of 16, takes 1% less.
+# launch than to run, so CUDA graphs replay them: by the estimate below a step takes 0.88 of the time
+# of one without them. The fastest layout of all, with micro-batches of 16 and no graphs,
+# takes 2% less.
 #
 # Memory of a rank in GiB, of 8. After `source examples/models/gpt_345m.sh` this prints it:
-#   python -m tools.choose_layout --gpu h100 --gpus 8 --recipe tetrajet --vocab-size 50257 \
+#   python -m tools.choose_layout --gpu h100 --gpus 8 --recipe auto --vocab-size 50257 \
 #       "${model[@]}" "${layout[@]}" "${training[@]}"
 #   weights       0.7
 #   gradients     1.3
 #   optimizer     0.5
-#   activations   4.6
+#   activations   5.1
 #   temporary     3.1
-#   total        10.2
+#   total        10.6
 layout=(
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --cuda-graph-impl local --micro-batch-size 8

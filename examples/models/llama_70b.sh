@@ -14,18 +14,18 @@ model=(
 # microbatch has to be long enough that a GPU does not run its layers faster than the host launches
 # them. 2 sequences are, and fit under PP8. Under PP4 only one fits. By the estimate below, which is
 # for the host of docs/hopper.md, a step then takes 7% less. On a host that takes twice as long for
-# a collective it takes 13% longer: the GPUs wait for the host for 17% of it.
+# a collective it takes 13% longer: the GPUs wait for the host for 18% of it.
 #
 # Memory of a rank in GiB, of 64. After `source examples/models/llama_70b.sh` this prints it:
-#   python -m tools.choose_layout --gpu h100 --gpus 64 --recipe tetrajet --vocab-size 128256 \
+#   python -m tools.choose_layout --gpu h100 --gpus 64 --recipe auto --vocab-size 128256 \
 #       "${model[@]}" "${layout[@]}" "${training[@]}"
 #   weights       4.5
 #   gradients     8.9
 #   optimizer    13.4
-#   activations  32.7
-#   held          2.1
+#   activations  36.6
+#   held          4.0
 #   temporary     0.6
-#   total        62.3
+#   total        68.0
 layout=(
     --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather

@@ -13,13 +13,13 @@ model=(
 # Two GPUs share a layer. CUDA graphs replay it, so that a slow host does not matter. By the estimate
 # below, which is for the host of docs/hopper.md, a step takes 3% less without them. The fastest
 # layout of all is a whole model on each GPU, with micro-batches of 1 and CUDA graphs. A step takes
-# 4% less, which is within the errors of the estimate, but nearly all of the memory (71 GiB).
-# On GPUs with 141 GB a whole model fits with micro-batches of 4 (126 GiB), and whole layers need no
-# graphs. By the estimate this is the fastest layout there:
-#   --tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4
+# 5% less, which is within the errors of the estimate, but nearly all of the memory (71 GiB).
+# On GPUs with 141 GB a whole model fits too (101 GiB), and whole layers need no graphs. By the
+# estimate this is the fastest layout there:
+#   --tensor-model-parallel-size 1 --cuda-graph-impl none
 #
 # Memory of a rank in GiB, of 16. After `source examples/models/llama_8b.sh` this prints it:
-#   python -m tools.choose_layout --gpu h100 --gpus 16 --recipe tetrajet --vocab-size 128256 \
+#   python -m tools.choose_layout --gpu h100 --gpus 16 --recipe auto --vocab-size 128256 \
 #       "${model[@]}" "${layout[@]}" "${training[@]}"
 #   weights       7.5
 #   gradients    15.0

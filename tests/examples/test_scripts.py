@@ -85,7 +85,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
     found = made.launches(tmp_path_factory.mktemp("launches"))
     processes, flags = found["llama_8b"]
     others = {
-        "141 GB": "--tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4",
+        "141 GB": "--tensor-model-parallel-size 1 --cuda-graph-impl none",
         "renamed": "--overlap-grad-reduces",
     }
     return found | {name: (processes, flags + own.split()) for name, own in others.items()}
@@ -114,7 +114,7 @@ def test_megatron_takes_the_flags_and_the_layout_fits_the_nodes(
     assert isinstance(args, dict), args
     ranks = args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
     assert args["data_parallel_size"] * ranks == args["world_size"] == launches[model][0]
-    assert args["fp4_recipe"] == "tetrajet" and args["bf16"] and args["exit_signal_handler"]
+    assert args["fp4_recipe"] == "auto" and args["bf16"] and args["exit_signal_handler"]
     assert "--transformer-impl local --no-rope-fusion" in " ".join(launches[model][1])
     assert args["load"] == args["save"] is not None
     assert args["train_iters"] == args["lr_decay_iters"] or args["lr_decay_iters"] is None
@@ -346,7 +346,7 @@ def test_the_other_layout_of_llama_8b(parsed: Mapping[str, Any]) -> None:
     assert not args["sequence_parallel"] and args["data_parallel_size"] == 16
     together = memory_of(args, "llama_8b", "h200").total / GIB
     assert f"({together:.0f} GiB)" in script("llama_8b")
-    flags = "--tensor-model-parallel-size 1 --cuda-graph-impl none --micro-batch-size 4"
+    flags = "--tensor-model-parallel-size 1 --cuda-graph-impl none"
     assert f"#   {flags}\n" in script("llama_8b")
     fastest = best([*command("llama_8b", own="--bf16"), "--gpu", "h200"])
     layout = layout_of(args)

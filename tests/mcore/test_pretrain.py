@@ -79,14 +79,14 @@ def test_the_readmes_launch_trains(tmp_path: Path) -> None:
     words = command[: command.index("\n\n")].replace("\\\n", " ").split()[4:]
     words = words[: words.index("--tokenizer-type")]
     smaller = (
-        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
+        "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
         "--num-query-groups 2 --seq-length 64 --max-position-embeddings 64 --train-iters 2 "
         f"--micro-batch-size 1 --global-batch-size 2 --eval-iters 1 --save {tmp_path} "
         "--pipeline-model-parallel-size 1 --lr-warmup-iters 1 --log-interval 1"
     )
     run = spawn(2, ROOT / "pretrain_gpt.py", *words, *smaller.split(), *MOCK_DATA)
     assert run.returncode == 0, run.stdout[-3000:]
-    assert "recipe tetrajet" in run.stdout and "validation loss at iteration 2" in run.stdout
+    assert "recipe tetrajet-fp8" in run.stdout and "validation loss at iteration 2" in run.stdout
 
 
 def test_experts_on_two_ranks_learn() -> None:
