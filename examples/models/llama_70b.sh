@@ -16,6 +16,10 @@ model=(
 # for the host of docs/hopper.md, a step then takes 7% less. On a host that takes twice as long for
 # a collective it takes 13% longer: the GPUs wait for the host for 18% of it.
 #
+# In the last fifth of auto, in fp8, the host launches more: where the layers of LLaMA 8B waited for
+# it under TP4 it took 9.5 ms or less for a layer and microbatch (docs/hopper.md, Four GPUs). By the
+# estimate a GPU needs 17 ms for one of these, so that it does not wait.
+#
 # Memory of a rank in GiB, of 64. After `source examples/models/llama_70b.sh` this prints it:
 #   python -m tools.choose_layout --gpu h100 --gpus 64 --recipe auto --vocab-size 128256 \
 #       "${model[@]}" "${layout[@]}" "${training[@]}"

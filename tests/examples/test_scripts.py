@@ -325,6 +325,18 @@ def test_a_layout_whose_gpus_wait_for_a_slow_host_is_slower(
         run([*flags, *slow, "--micro-batch-size", "2", "--recompute-granularity", "none"])
 
 
+def test_the_layers_of_llama_70b_in_fp8_do_not_wait_for_the_host(parsed: Mapping[str, Any]) -> None:
+    step = json.loads((ROOT / "benchmarks/results/parallel-four.json").read_text())
+    [ms] = [row["ms"] for row in step["rows"] if (row["layout"], row["name"]) == ("tp4-sp", "fp8")]
+    host = ms / step["layers"] / (step["batch"] / step["micro-batch"])
+    args, last = parsed["llama_70b"], seconds([*command("llama_70b"), "--recipe", "fp8"])
+    layout = layout_of(args)
+    passes = args["num_layers"] // layout.pp * layout.microbatches
+    gpu = 1000 * (last["total"] - last["bubble"] - last["host"]) / passes
+    text = " ".join(script("llama_70b").replace("\n#", "").split())
+    assert f"took {host:.1f} ms or less" in text and f"needs {gpu:.0f} ms for one" in text
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
