@@ -47,6 +47,9 @@ REFUSED = {
     "--expert-tensor-parallel-num-weight-shards 2": "use --expert-tensor-parallel-size",
     "--reuse-grad-buf-for-mxfp8-param-ag": "leave it out",
     "--fp8-param-gather": "leave it out",
+    "--context-parallel-size 2": "--context-parallel-size: leave out one of the two",
+    f"--optimizer-cpu-offload --use-precision-aware-optimizer {SHARDED}": "--optimizer-cpu-offload:"
+    " leave out one of the two",
     "--fake-process-group": "leave it out, it sends nothing",
 }
 
@@ -70,7 +73,8 @@ def test_upstreams_gather_of_fp4_is_refused() -> None:
 def test_elements_are_those_of_fp8() -> None:
     e5m2 = ("--fp4-grad-comm-element", "e5m2")
     for flags in ((), BF16.split()):
-        assert "grad-comm-element e5m2 needs grad-comm fp8" in refusal(*flags, *e5m2)
+        message = refusal(*flags, *e5m2)
+        assert message.startswith("--fp4-grad-comm-element e5m2 needs --fp4-grad-comm fp8: add it")
     assert parse(*FP8.split()).fp4_grad_comm_element == "e4m3"
     assert parse(*FP8.split(), *e5m2).fp4_grad_comm_element == "e5m2"
     assert parse().fp4_grad_comm_element is None
