@@ -101,6 +101,14 @@ def lines(result: Result) -> list[str]:
     return str(found).splitlines()
 
 
+MEAN = "each of 2 ranks sends bytes of a parameter, on average"
+OF_RANK_0 = """
+from megatron_fp4.mcore.exchange import start
+of_all = start.of_all
+start.of_all = lambda mine: of_all(mine)[:1]
+"""
+
+
 @functools.cache
 def plain(processes: int, *flags: str) -> Result:
     return train(processes, *SIZES.split(), *flags)
@@ -111,9 +119,19 @@ def test_the_bytes_of_a_parameter() -> None:
     assert head.startswith(
         "megatron-fp4: data-parallel ranks send gradients in FP8 (E4M3), through"
     )
-    assert dense == "  dense: each of 2 ranks sends bytes of a parameter: 0.50 by all-to-all"
+    assert dense == f"  dense: {MEAN}: 0.50 by all-to-all"
     _, dense = lines(train(2, *BF16.split(), *SIZES.split()))
-    assert dense.endswith("a parameter: 1.00 by all-to-all and 1.00 by all-gather")
+    assert dense.endswith(f"{MEAN}: 1.00 by all-to-all and 1.00 by all-gather")
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_parameter_are_a_mean_where_shards_are_uneven(tmp_path: Path) -> None:
+    """The ends of padded buckets are empty: rank 1 has less of them, and sends more. Negative
+    control: the bytes are those of rank 0."""
+    flags = (*FLAGS, "--use-distributed-optimizer", "--ddp-pad-buckets-for-high-nccl-busbw")
+    assert lines(train(2, *flags))[1] == f"  dense: {MEAN}: 0.50 by all-to-all"
+    alone = run_own(changing(tmp_path, OF_RANK_0), 2, *flags)
+    assert lines(alone)[1] == f"  dense: {MEAN}: 0.30 by all-to-all"
 
 
 @pytest.mark.slow
