@@ -91,7 +91,8 @@ def exponent_of(m: Fraction) -> int:
 
 
 def e8m0_byte(maximum: float, rule: str, limit: Fraction = GRID[-1]) -> int:
-    """The scale byte of a block: OCP's floor rule, or the smallest power of two that clips nothing.
+    """The scale byte of a block: OCP's floor rule, the smallest power of two that clips nothing
+    (ceil), or the one nearest to maximum / limit, of two the larger one.
 
     limit: the largest element. OCP's emax is its exponent.
     """
@@ -102,6 +103,10 @@ def e8m0_byte(maximum: float, rule: str, limit: Fraction = GRID[-1]) -> int:
     m = Fraction(maximum)
     if rule == "floor":
         s = exponent_of(m) - exponent_of(limit)
+    elif rule == "nearest":
+        s = exponent_of(m / limit)
+        below, above = m / limit - Fraction(2) ** s, Fraction(2) ** (s + 1) - m / limit
+        s += above <= below
     else:  # the least s with m <= limit * 2^s
         s = exponent_of(m / limit)
         s += m > limit * Fraction(2) ** s
@@ -116,7 +121,7 @@ def mx_block(
 ) -> tuple[int, list]:
     """(E8M0 byte, codes) of the values of one block of 4-bit elements, rounded to nearest.
 
-    rule: "floor" or "ceil".
+    rule: "floor", "ceil" or "nearest".
     """
     maximum = max((abs(v) if not math.isnan(v) else math.inf) for v in block)
     byte = e8m0_byte(maximum, rule, grid[-1])

@@ -105,6 +105,7 @@ def test_the_promised_recipes_are_there() -> None:
         ("tetrajet", {"double_quantization": False}, lambda r: r.backward == "raw"),
         ("tetrajet", {"bias_gradient": "raw"}, lambda r: r.bias_gradient == "raw"),
         ("mxfp4", {"rule": "mse"}, lambda r: r.fprop.a.rule == "mse" == r.wgrad.b.rule),
+        ("mxfp4", {"rule": "nearest"}, lambda r: r.fprop.a.rule == "nearest" == r.wgrad.b.rule),
         ("mxfp4", {"rule": "ceil"}, lambda r: r.dgrad.b.rule == "ceil"),
         ("mxfp4-rht-sr", {"hadamard": "128"}, lambda r: r.wgrad.hadamard.group == 128),
         ("mxfp4-rht-sr", {"hadamard": 0}, lambda r: r.wgrad.hadamard is None),

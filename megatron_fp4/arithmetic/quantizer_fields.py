@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_fp4.arithmetic.quantizer import Quantizer
 
 Rule = Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "mse-fp8", "absmax"]
-_RULES = {"e8m0": ("floor", "ceil", "mse"), "fp32": ("absmax",)}
+_RULES = {"e8m0": ("floor", "ceil", "nearest", "mse"), "fp32": ("absmax",)}
 _FLOAT_RULES = ("nearest", "up", "four-over-six", "mse-fp8")  # of e4m3 and ue5m3
 
 

@@ -180,6 +180,8 @@ def _scale_e8m0(
     exponent = exponent - binade
     if quantizer.rule == "ceil":
         exponent += mantissa > limit
+    if quantizer.rule == "nearest":  # M / L is mantissa / limit, from 1/2 to 3/2, times 2^exponent
+        exponent -= (mantissa < limit * 0.75).int()
     byte = formats.encode_e8m0(torch.where(maxima == 0, -formats.E8M0_BIAS, exponent))
     scaled = _divided(matrix, byte, quantizer.block)
     if quantizer.rule == "mse":

@@ -61,13 +61,11 @@ class Random(NamedTuple):
 class Rounding(NamedTuple):
     """How a matrix is quantized: the fields of `Quantizer` that the kernels read.
 
-    BLOCK: the elements that share a scale, 16 or 32. CEIL, MSE: the rule; floor if both are False.
-    AVERAGED: rounding ema.
+    BLOCK: the elements that share a scale, 16 or 32. RULE: of E8M0 scales. AVERAGED: rounding ema.
     """
 
     BLOCK: int
-    CEIL: bool
-    MSE: bool
+    RULE: str
     STOCHASTIC: bool
     AVERAGED: bool
     PRESCALE: float

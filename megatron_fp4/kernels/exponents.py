@@ -1,4 +1,4 @@
-"""E8M0 scales of blocks, by the rules floor, ceil and mse, in Triton.
+"""E8M0 scales of blocks, by the rules floor, ceil, nearest and mse, in Triton.
 
 docs/numerics.md, E8M0, defines them. As in encode.py a word holds two BF16 values, and here a word
 of exponents holds those of two blocks: 128 times the exponent with its bias in each half, which are
@@ -14,16 +14,21 @@ from megatron_fp4.kernels.encode import larger_of, unpacked
 
 
 @triton.jit
-def of_maxima(maxima, CEIL: tl.constexpr, INTERPRETED: tl.constexpr):
+def of_maxima(maxima, ROUNDING: tl.constexpr, INTERPRETED: tl.constexpr):
     """The exponents of the largest magnitudes of two blocks, from which `powers` gives their
-    scales by the rule floor, or ceil if CEIL.
+    scales by the rule; those of floor for the rule mse.
 
     maxima: words of two BF16 magnitudes, the maxima of two blocks. The result is undefined for a
         block whose maximum is Inf or NaN.
+    ROUNDING: a Rounding.
     """
     each = tl.full(maxima.shape, 0x00010001, tl.int32)
+    if ROUNDING.RULE == "nearest":
+        # For a maximum below 1.125 2^e it takes the exponent before. 0x70 carries from 1.125 on.
+        exponents = (maxima + each * 0x70) & 0x7F807F80
+        return larger_of(exponents, each * 0x180, INTERPRETED) - each * 0x80
     # For a maximum above 1.5 2^e rule ceil takes the next exponent. 0x3F carries above 1.5.
-    exponents = (maxima + each * 0x3F if CEIL else maxima) & 0x7F807F80
+    exponents = (maxima + each * 0x3F if ROUNDING.RULE == "ceil" else maxima) & 0x7F807F80
     return larger_of(exponents, each * 0x100, INTERPRETED)
 
 

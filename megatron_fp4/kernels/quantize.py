@@ -306,8 +306,7 @@ def rounding_of(quantizer: Quantizer) -> Rounding:
     """The kernels' constants for a quantizer with E8M0 scales."""
     return Rounding(
         BLOCK=quantizer.block[1],
-        CEIL=quantizer.rule == "ceil",
-        MSE=quantizer.rule == "mse",
+        RULE=quantizer.rule,
         STOCHASTIC=quantizer.stochastic,
         AVERAGED=quantizer.rounding == "ema",
         PRESCALE=quantizer.prescale,

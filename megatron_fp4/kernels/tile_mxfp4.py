@@ -115,9 +115,9 @@ def _scales_of_rows(blocked, average, ROUNDING: tl.constexpr, INTERPRETED: tl.co
     maxima = _maxima(blocked, 3, INTERPRETED)
     swapped = (maxima << 16) | ((maxima >> 16) & 0xFFFF)
     maxima = encode.larger_of(maxima, swapped, INTERPRETED)  # in both halves
-    found = exponents.of_maxima(maxima, ROUNDING.CEIL, INTERPRETED)
+    found = exponents.of_maxima(maxima, ROUNDING, INTERPRETED)
     byte, whole, half = exponents.powers(found, INTERPRETED)
-    if ROUNDING.MSE:
+    if ROUNDING.RULE == "mse":
         both = tl.broadcast_to(whole[:, :, :, None], (L, 8, N, B // 2))
         more = tl.sum(exponents.more_errors(blocked, both), 3)
         found += tl.where(more < 0, 0x00800080, 0)
@@ -141,7 +141,7 @@ def _words_of_rows(
     B: tl.constexpr = ROUNDING.BLOCK
     blocked = tl.reshape(pairs, (L, 8, C // B, B // 2))
     half = tl.broadcast_to(half[:, :, :, None], (L, 8, C // B, B // 2))
-    clips: tl.constexpr = not ROUNDING.CEIL and ROUNDING.PRESCALE == 1.0
+    clips: tl.constexpr = ROUNDING.RULE != "ceil" and ROUNDING.PRESCALE == 1.0
     if ROUNDING.STOCHASTIC or ROUNDING.AVERAGED:
         scaled = encode.halved(blocked, half, clips, INTERPRETED)
         if ROUNDING.STOCHASTIC:
@@ -211,7 +211,7 @@ def quantize_along_columns(
     # gradient whose Y is in E4M3.
     blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
     half = tl.broadcast_to(half[:, None, None, :], (L // E, E, 8, C // 2))
-    clips: tl.constexpr = not ROUNDING.CEIL and ROUNDING.PRESCALE == 1.0
+    clips: tl.constexpr = ROUNDING.RULE != "ceil" and ROUNDING.PRESCALE == 1.0
     if ROUNDING.STOCHASTIC or ROUNDING.AVERAGED:
         scaled = encode.halved(blocked, half, clips, INTERPRETED)
         if ROUNDING.STOCHASTIC:
@@ -273,10 +273,10 @@ def _scales_of_columns(pairs, average, ROUNDING: tl.constexpr, INTERPRETED: tl.c
     E: tl.constexpr = ROUNDING.BLOCK // 8
     maxima = tl.reshape(_maxima(pairs, 1, INTERPRETED), (L // E, E, C // 2))
     maxima = _maxima(maxima, 1, INTERPRETED)
-    found = exponents.of_maxima(maxima, ROUNDING.CEIL, INTERPRETED)
+    found = exponents.of_maxima(maxima, ROUNDING, INTERPRETED)
     byte, whole, half = exponents.powers(found, INTERPRETED)
     low_live, high_live = encode.live(maxima << 16), encode.live(maxima)
-    if ROUNDING.MSE:
+    if ROUNDING.RULE == "mse":
         blocked = tl.reshape(pairs, (L // E, E, 8, C // 2))
         both = tl.broadcast_to(whole[:, None, None, :], (L // E, E, 8, C // 2))
         more = tl.sum(tl.sum(exponents.more_errors(blocked, both), 2), 1)

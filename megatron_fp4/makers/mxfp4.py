@@ -46,9 +46,10 @@ class Mxfp4Kernel:
             return "folds no scales and shares none"
         if quantizer.rounding == "ema" and operand.group:
             return "rounds nothing to an average after a transform"
-        # 3/4 of a BF16 number is exact, and at most 6 after division by a floor scale. With another
-        # prescale the kernel would round twice, and would not clip what exceeds 6.
-        if quantizer.prescale not in ((1.0, 0.75) if quantizer.stochastic else (1.0,)):
+        # 3/4 of a BF16 number is exact, and at most 6 after division by a floor or ceil scale. With
+        # another prescale the kernel would round twice, and would not clip what exceeds 6.
+        below = quantizer.rule in ("floor", "ceil")
+        if quantizer.prescale not in ((1.0, 0.75) if quantizer.stochastic and below else (1.0,)):
             return f"does not prescale by {quantizer.prescale:g}"
         groups = _kernels().HADAMARD_GROUPS
         if operand.group and operand.group not in groups:

@@ -12,9 +12,9 @@ from megatron_fp4.recipes.registry import register
 
 
 @register("mxfp4")
-def mxfp4(*, rule: Literal["floor", "ceil", "mse"] = "floor") -> Recipe:
-    """The baseline. rule: of the block scales: floor (OCP) may clip a block's maximum, ceil never
-    does, and mse takes floor's scale or twice that, by the smaller squared error."""
+def mxfp4(*, rule: Literal["floor", "ceil", "nearest", "mse"] = "floor") -> Recipe:
+    """The baseline. rule: of the block scales: floor (OCP) and nearest may clip a block's maximum,
+    ceil never does, and mse takes floor's scale or twice that, by the smaller squared error."""
     q = Quantizer(rule=rule)
     gemm = GemmRecipe(q, q)
     return Recipe(

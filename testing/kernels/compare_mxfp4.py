@@ -125,6 +125,12 @@ def cases() -> Iterator[Case]:
         yield Case(Quantizer(rule="mse", block=(1, 16)), axes, filled=BESIDE_HUGE)
     yield Case(Quantizer(rule="mse"), (1, 0), packed=True)
     yield Case(Quantizer(rule="mse"), (1, 0), 64, fixed=True)
+    for rounding in ("nearest", "stochastic", "ema"):
+        for axes in ((0,), (1,), (1, 0)):
+            yield Case(Quantizer(rule="nearest", rounding=rounding), axes)  # type: ignore[arg-type]
+        yield Case(Quantizer(rule="nearest", rounding=rounding, block=(1, 16)), (1, 0))  # type: ignore[arg-type]
+    yield Case(Quantizer(rule="nearest", rounding="stochastic"), (1, 0), packed=True)
+    yield Case(Quantizer(rule="nearest"), (1, 0), 64, fixed=True)
     short: dict[str, Any] = {"rule": "ceil", "block": (1, 16)}
     for rounding in ("nearest", "stochastic", "ema"):
         for axes in ((0,), (1,), (1, 0)):

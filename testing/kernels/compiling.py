@@ -71,6 +71,7 @@ VARIANTS: dict[str, Launch] = {
     "carried along rows": quantize_launch("nearest", E4M3, False),
     "of a graph": quantize_launch("stochastic", in_memory=True),
     "mse": quantize_launch("nearest", E4M3, E4M3, rule="mse"),
+    "nearest scales": quantize_launch("stochastic", E5M2, E4M3, rule="nearest"),
     "averaged": quantize_launch("ema", E4M3, rule="ceil"),
     "packed": quantize_launch("stochastic", False, packed=32, prescale=0.75),
     "blocks of 16": quantize_launch("stochastic", E5M2, E4M3, block=(1, 16)),

@@ -118,14 +118,15 @@ def test_every_threshold_of_one_value() -> None:
 
 def maxima() -> np.ndarray:
     """Largest magnitudes in every binade of float32, and beside each power and limit."""
-    beside = [np.nextafter(np.float32(m), np.float32(end)) for m in (1, 1.75) for end in (0, 2)]
-    each = (1.0, 1.5, 1.75, *beside)
+    limits = (1, 1.3125, 1.75)
+    beside = [np.nextafter(np.float32(m), np.float32(end)) for m in limits for end in (0, 2)]
+    each = (1.0, 1.3125, 1.5, 1.75, *beside)
     with np.errstate(over="ignore"):
         found = np.array([float(m) * 2.0**e for e in range(-149, 128) for m in each], np.float32)
     return found[np.isfinite(found) & (found > 0)]
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "nearest"])
 def test_scales_over_every_exponent(rule: Any) -> None:
     found = maxima()
     x = torch.zeros(len(found), 32)
@@ -152,7 +153,7 @@ def test_ceil_clips_nothing_and_halves_the_scale_where_it_can() -> None:
     assert float(floor.max()) > 1.75 and float(floor.max()) < 2
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "nearest"])
 def test_blocks_are_the_rational_oracle(rule: Any) -> None:
     x = normal((200, 32), 1) * normal((200, 1), 2).mul(20).exp2()
     q = quantize(x, e1m2(rule=rule))

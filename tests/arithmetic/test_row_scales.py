@@ -57,7 +57,7 @@ def test_a_row_is_quantized_as_it_is_by_itself_over_its_scale(name: str) -> None
     assert torch.equal(q.dequantize(torch.float64), decoded * q.tensor_scale.double())
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil", "mse"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "nearest", "mse"])
 def test_the_largest_of_a_row_is_on_top_of_the_grid(rule: Any) -> None:
     """It is not clipped, and decodes to itself to within the row scale's rounding; without a row
     scale it does not."""

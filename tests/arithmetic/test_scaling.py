@@ -23,8 +23,8 @@ from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.quantizer import largest_magnitudes, quantize_matrix
 from testing.oracles import e8m0_byte, mse_block, mx_block, normal
 
-Rule = Literal["floor", "ceil"]
-MX: tuple[Rule, ...] = ("floor", "ceil")
+Rule = Literal["floor", "ceil", "nearest"]
+MX: tuple[Rule, ...] = ("floor", "ceil", "nearest")
 ALL_NAMES = list_quantizers()
 
 
@@ -46,6 +46,8 @@ MAXIMA = {
     "1.5": 1.5,
     "just-above-1.5": float(np.nextafter(np.float32(1.5), np.float32(2))),
     "just-below-1.5": float(np.nextafter(np.float32(1.5), np.float32(1))),
+    "1.125": 1.125,
+    "just-below-1.125": float(np.nextafter(np.float32(1.125), np.float32(1))),
     "6": 6.0,
     "power-of-two": 64.0,
     "just-below-a-power": float(np.nextafter(np.float32(64), np.float32(0))),
@@ -68,8 +70,10 @@ def test_mx_block_is_the_rational_oracle(name: str, rule: Rule) -> None:
         assert (q.scales.tolist(), codes_of(q)) == ([[byte]], [codes])
 
 
-@pytest.mark.parametrize(("rule", "exponent", "first"), [("floor", 2, 7), ("ceil", 3, 6)])
-def test_31_clips_under_floor_alone(rule: Rule, exponent: int, first: int) -> None:
+@pytest.mark.parametrize(
+    ("rule", "exponent", "first"), [("floor", 2, 7), ("nearest", 2, 7), ("ceil", 3, 6)]
+)
+def test_31_clips_unless_its_scale_is_rounded_up(rule: Rule, exponent: int, first: int) -> None:
     """31/4 = 7.75 is clipped to 6; 31/8 = 3.875 rounds to 4."""
     block = torch.zeros(1, 32)
     block[0, 0] = 31
@@ -80,7 +84,7 @@ def test_31_clips_under_floor_alone(rule: Rule, exponent: int, first: int) -> No
 
 @pytest.mark.parametrize("rule", MX)
 def test_scale_over_every_exponent(rule: Rule) -> None:
-    mantissas = (1.0, 1.25, 1.5, 1.5000001, 1.75, 1.9999999)
+    mantissas = (1.0, 1.1249999, 1.125, 1.25, 1.5, 1.5000001, 1.75, 1.9999999)
     maxima = np.array([m * 2.0**e for e in range(-149, 128) for m in mantissas], np.float32)
     maxima = maxima[np.isfinite(maxima) & (maxima > 0)]
     x = torch.zeros(len(maxima), 32)
@@ -166,12 +170,13 @@ def test_log2_and_a_sixth_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("rule", MX)
-def test_ceil_never_clips_and_floor_does(rule: Rule) -> None:
+def test_ceil_alone_never_clips(rule: Rule) -> None:
+    """Floor's scale is at least M/8, and that of nearest at least M/9."""
     x = normal((4096, 32), 1)
     q = quantize(x, Quantizer(rule=rule))
-    scaled = q.grid_coordinates(x).abs()
-    assert bool((scaled > 6).any()) == (rule == "floor")
-    assert float(scaled.max()) < 8
+    largest = float(q.grid_coordinates(x).abs().max())
+    assert (largest > 6) == (rule != "ceil")
+    assert (largest >= 8) == (rule == "nearest") and largest < 9
 
 
 def test_a_block_of_zeros() -> None:

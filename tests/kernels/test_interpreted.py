@@ -11,6 +11,7 @@ from testing.kernels.interpreter import differences
 QUICK = (
     "ceil nearest 1.0 axes (1, 0).",
     "mse nearest 1.0 axes (1, 0).",
+    "nearest nearest 1.0 axes (1, 0).",
     "ceil stochastic 1.0 axes (1, 0) shard",
     "axes (1, 0) group 64 shard signs",
     "axes (1, 0) group 64 shard fixed signs",
@@ -29,9 +30,12 @@ def test_codes_and_scales_are_the_reference_s(cases: str) -> None:
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("rule", ["floor", "ceil", "mse"])
-def test_all_codes_and_scales_are_the_reference_s(rule: str) -> None:
-    assert differences("mxfp4", rule) == [""]
+@pytest.mark.parametrize(
+    "cases",
+    ["floor", "ceil", "mse", *(f"nearest {each}" for each in ("nearest", "stochastic", "ema"))],
+)
+def test_all_codes_and_scales_are_the_reference_s(cases: str) -> None:
+    assert differences("mxfp4", cases) == [""]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,13 @@ def test_a_prescale_that_could_clip_or_round(rounding: str, prescale: float) -> 
     assert why == ("" if taken else f"does not prescale by {prescale:g}")
 
 
+@pytest.mark.parametrize(("prescale", "taken"), [(1.0, True), (0.75, False)])
+def test_a_prescale_of_nearest_scales_could_clip(prescale: float, taken: bool) -> None:
+    """Up to 9 times 3/4."""
+    quantizer = Quantizer(rule="nearest", rounding="stochastic", prescale=prescale)
+    assert told(X, quantizer)[0] == ("mxfp4 kernel" if taken else "pytorch")
+
+
 @pytest.mark.parametrize("prescale", [1.0, 0.75])
 def test_a_prescale_of_fp8(prescale: float) -> None:
     quantizer = Quantizer(

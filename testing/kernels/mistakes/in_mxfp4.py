@@ -22,6 +22,7 @@ from testing.kernels.mistakes.injection import Mistake, argument, result
 # Words that choose cases; one case is enough for most mistakes.
 NEAREST, EMA = "floor nearest 1.0 axes (1, 0).", "ceil ema 1.0 axes (1, 0)."
 MSE = "mse nearest 1.0 axes (1, 0)."
+NEAREST_SCALES = "nearest nearest 1.0 axes (1, 0)."
 STOCHASTIC = "floor stochastic 1.0 axes (1, 0) shard"
 SIGNS = "axes (1, 0) group 64 shard signs"
 CARRIED = "ceil nearest 1.0 axes (1, 0) torch.float8_e4m3fn ."
@@ -59,6 +60,21 @@ CODES = {
         "ceil nearest 1.0 axes (1, 0).",
         exponents.of_maxima,
         argument("maxima", lambda maxima: maxima + 0x10001),
+    ),
+    "floor in place of nearest": Mistake(
+        NEAREST_SCALES,
+        exponents.of_maxima,
+        argument("ROUNDING", lambda rounding: rounding._replace(RULE="floor")),
+    ),
+    "ceil in place of nearest": Mistake(
+        NEAREST_SCALES,
+        exponents.of_maxima,
+        argument("ROUNDING", lambda rounding: rounding._replace(RULE="ceil")),
+    ),
+    "1.125 takes the scale before": Mistake(
+        NEAREST_SCALES,
+        exponents.of_maxima,
+        argument("maxima", lambda maxima: tl.maximum(maxima, 0x10001) - 0x10001),
     ),
     "errors beyond 6 are not counted": Mistake(MSE, exponents._wider, result(lambda e: e * 0)),
     "errors are not squared": Mistake(MSE, exponents._wider, result(lambda e: e * 0.25)),
