@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -85,8 +85,9 @@ UNDRAWN = {
     "backward_rule": ("mse-fp8",),
     "outliers": ("hot-channels",),
 }
+UNDRAWN_RULES = {"e8m0": ("nearest",)}  # likewise rules, beside a format that drew no such rule
 _OF_SCALE = {
-    "e8m0": ("floor", "ceil", "mse", "three-quarters"),
+    "e8m0": ("floor", "ceil", "mse", "three-quarters", "nearest"),
     "e4m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain", "mse-fp8"),
     "ue5m3": ("nearest", "up", "inflated", "four-over-six", "unit-gain", "mse-fp8"),
     "fp32": ("absmax",),
@@ -261,11 +262,14 @@ def estimates(c: Combination) -> bool:
     return any(getattr(c, axis) != first(axis) for axis in _ESTIMATING)
 
 
-def settled(combination: Combination) -> Combination:
+def settled(
+    combination: Combination,
+    possible: Callable[[Combination, str], tuple[str, ...]] = values,
+) -> Combination:
     """The combination with each value that it does not depend on, or that contradicts the axes
-    before it, replaced by the first that it may have."""
+    before it, replaced by the first that it may have. possible: `values`, or `drawn`."""
     for axis in AXES:
-        allowed = values(combination, axis)
+        allowed = possible(combination, axis)
         if getattr(combination, axis) not in allowed:
             combination = replace(combination, **{axis: allowed[0]})
     return combination
@@ -301,7 +305,9 @@ def _told(c: Combination, axis: str) -> str:
 
 def drawn(combination: Combination, axis: str) -> tuple[str, ...]:
     """Those of `values` that stars have."""
-    own = UNDRAWN.get(axis, ())
+    own: tuple[str, ...] = UNDRAWN.get(axis, ())
+    if axis in ("rule", "backward_rule"):
+        own += UNDRAWN_RULES.get(combination.scale, ())
     return tuple(value for value in values(combination, axis) if value not in own)
 
 
@@ -321,4 +327,4 @@ def line(center: Combination, axis: str) -> dict[str, Combination]:
     on this axis, and the center itself. On other axes they differ only where the center's value
     contradicts the axis: another format of scales has other rules, of which each has the first."""
     found = {value: replace(center, **{axis: value}) for value in drawn(center, axis)}
-    return {value: settled(each) for value, each in found.items()}
+    return {value: settled(each, drawn) for value, each in found.items()}

@@ -122,6 +122,8 @@ def test_every_value_is_drawn() -> None:
     """But for those that came after the committed sample."""
     seen = {(axis, getattr(each, axis)) for each in DRAWN for axis in AXES}
     later = {(axis, value) for axis, found in UNDRAWN.items() for value in found}
+    of_e8m0 = [each for each in DRAWN if each.scale == "e8m0"]
+    assert of_e8m0 and not any("nearest" in (each.rule, each.backward_rule) for each in of_e8m0)
     assert seen == {(axis, value) for axis, found in AXES.items() for value in found} - later
 
 
@@ -154,6 +156,11 @@ def test_rule_mse_fp8_and_hot_channels_are_those_of_a_recipe_file() -> None:
     assert recipe_of(Combination(**chosen | {"outliers": "none"}, backward="bf16")).outliers is None
 
 
+def test_rule_nearest_of_e8m0_is_that_of_a_recipe_option() -> None:
+    found = recipe_of(Combination(rule="nearest", backward_rule="nearest"))
+    assert unnamed(found) == unnamed(get_recipe("mxfp4", rule="nearest"))
+
+
 def test_the_same_seed_draws_the_same() -> None:
     assert list(sample(100, seed=1)) == list(sample(100, seed=1))
     assert list(sample(100, seed=1)) != list(sample(100, seed=2))
@@ -169,6 +176,8 @@ def test_a_line_changes_another_axis_only_where_it_must() -> None:
         "ue5m3": Combination(scale="ue5m3", rule="nearest", backward_rule="nearest", **kept),
         "fp32": Combination(scale="fp32", rule="absmax", backward_rule="absmax", **kept),
     }
+    # Of E8M0's rules it has the first that stars have, and not nearest.
+    assert line(found["e4m3"], "scale")["e8m0"] == Combination(**kept)
     assert line(Combination(), "group") == {"16": Combination()}
     blocks = line(Combination(rule="ceil"), "block")
     assert blocks == {size: Combination(rule="ceil", block=size) for size in ("32", "16")}

@@ -14,7 +14,7 @@ from tools import rows
 from tools.rows import Row
 from tools.sweep import factorial, llama, page, promotion, results, words
 from tools.sweep.agreement import agreement_of_designed
-from tools.sweep.axes import Combination, values
+from tools.sweep.axes import Combination, drawn, values
 from tools.sweep.bias import biases
 from tools.sweep.findings import FINDINGS, interval_of_mean, summary
 from tools.sweep.pareto import Point
@@ -157,5 +157,8 @@ def test_words_ran_on_another_host_in_words(committed: list[Row], text: str) -> 
 
 
 def test_rules_of_e8m0_in_words(text: str) -> None:
-    assert values(Combination(), "backward_rule") == ("floor", "ceil", "mse", "three-quarters")
+    rules = ("floor", "ceil", "mse", "three-quarters")
+    assert drawn(Combination(), "backward_rule") == rules
+    assert {*values(Combination(), "backward_rule")} == {*rules, "nearest"}
     assert "Here up is `ceil`; `floor`, `mse` and `three-quarters` are beside it." in text
+    assert "To nearest is `nearest`, which is younger than the results." in text
