@@ -156,18 +156,21 @@ def _scales(q: Quantizer) -> str:
 
 def estimator_words(estimator: Estimator) -> str:
     """An estimator in words, as in "times the slope of a spline (width 0.5)"."""
-    words = {
+    by_form = {
         "dge": f"times DGE's factor (k {estimator.k:g}, clip {estimator.clip:g})",
         "spline": f"times the slope of a spline (width {estimator.width:g})",
         "sigmoid": f"times the slope of a sigmoid (k {estimator.k:g})",
         "straight-through": "straight through",
-    }[estimator.form]
+    }
+    words = by_form[estimator.form]
     if estimator.beyond != "continued":
         words += f", {'0' if estimator.beyond == 'zero' else '1'} beyond the grid"
     if estimator.maximum != "straight-through":
         words += f", and through the maximum of a block ({estimator.maximum}"
         if estimator.maximum == "softmax":
             words += f" at temperature {estimator.temperature:g}"
+        if estimator.scale_form != "straight-through":
+            words += f", {by_form[estimator.scale_form]} of its scale"
         words += ")"
     if estimator.outer_scale != "straight-through":
         words += ", and through the outer scale"

@@ -65,6 +65,12 @@ def _check_estimators(recipe: Recipe) -> None:
                 f"outer_scale of the estimator of {name} needs a scale to go through: give its "
                 "quantizer in fprop a tensor_max or a row_max"
             )
+        if estimator.scale_form != "straight-through" and quantizer.rule != "nearest":
+            change = f"give its rule nearest, not {quantizer.rule}"
+            raise ConfigError(
+                f"scale_form of the estimator of {name} is for scales that its quantizer in fprop "
+                f"rounds to nearest: {'leave it out' if quantizer.scale == 'fp32' else change}"
+            )
     if recipe.x_estimator is not None and recipe.outliers is not None:
         raise ConfigError(
             "an estimator of X takes no outliers, which pass by X's quantizer: leave one out"

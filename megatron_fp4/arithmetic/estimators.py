@@ -5,6 +5,8 @@ follows from the block's largest magnitude m, and Q, which rounds to the grid. Q
 so the gradient needs a model of it. Recipes without an estimator use the straight-through
 estimator, which needs no code: Q' is 1, and S does not depend on x.
 
+Where S is a number w that is rounded to a format of scales, that rounding is a step function too.
+
 The framework is that of "Elucidating the Design Space of FP4 training" (arXiv 2509.17791).
 """
 
@@ -22,11 +24,12 @@ from megatron_fp4.arithmetic.scaling import in_blocks
 from megatron_fp4.errors import ConfigError, check_choices
 
 # What takes each field that not all forms have a use for.
-_TAKEN_BY = {
-    "k": ("form", ("dge", "sigmoid")),
-    "clip": ("form", ("dge",)),
-    "width": ("form", ("spline",)),
-    "temperature": ("maximum", ("softmax",)),
+_FORMS = "form", "scale_form"
+_TAKEN_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "k": (_FORMS, ("dge", "sigmoid")),
+    "clip": (_FORMS, ("dge",)),
+    "width": (_FORMS, ("spline",)),
+    "temperature": (("maximum",), ("softmax",)),
 }
 # Scales are rounded, so that the scaled value of a block's maximum may exceed the largest element
 # by a few units in the last place. It counts as that element.
@@ -41,6 +44,18 @@ class Ranks(NamedTuple):
 
     maximum: Callable[[Tensor], Tensor]
     total: Callable[[Tensor], Tensor]
+
+
+class Scales(NamedTuple):
+    """The block scales S of a quantizer, which are numbers w that were rounded to nearest.
+
+    values: S, float32 or float64, [rows / height, K / length]. grid: the numbers of their format,
+    ascending. share: w is `share` times S times the block's largest |v|.
+    """
+
+    values: Tensor
+    grid: tuple[float, ...]
+    share: float
 
 
 ONE_RANK = Ranks(lambda own: own, lambda own: own)
@@ -67,7 +82,8 @@ class Estimator:
         The mean of f' between two grid points is 1, but for dge, whose `clip` lowers it.
         arXiv 2509.17791 compares splines and sigmoids. These definitions of them, with their
         parameters, are this project's.
-    k: the steepness of dge (1 or more) and of sigmoid (above 0).
+    k: the steepness of dge (1 or more) and of sigmoid (above 0), also of `scale_form`, as are clip
+        and width.
     clip: the upper bound of f' of dge, above 0.
     width: of spline, above 0 and at most 1.
     beyond: f' of magnitudes beyond the largest element, which are clipped: that of the last step's
@@ -92,7 +108,15 @@ class Estimator:
         and the shares of ties are this project's.
         straight-through: none: t is held fixed.
         vjp: the element of that magnitude gets the vector-Jacobian product; see `with_outer_scale`.
-        It is zero where `maximum` is vjp already.
+        It is zero where `maximum` is vjp already, unless there is a `scale_form`.
+    scale_form: how the rounding of a block's scale is modelled, in the gradient through m. S is w
+        rounded to nearest, with w proportional to m.
+        straight-through: S is taken to be proportional to m, as said of `maximum`.
+        dge, spline, sigmoid: S is f(w), with the function f of `form` between two neighbouring
+            numbers of the scales' format in place of grid points: dS/dm = f'(w) w/m. Beyond the
+            smallest and the largest of them f' is 0.
+        arXiv 2509.17791 compares these. That they share k, clip and width with `form` is this
+        project's.
     Raises ConfigError for other values, for one that the form has no use for, and for an estimator
     that is the same as none.
     """
@@ -105,23 +129,25 @@ class Estimator:
     maximum: Literal["straight-through", "absmax", "vjp", "softmax"] = "straight-through"
     temperature: float = 0.5
     outer_scale: Literal["straight-through", "vjp"] = "straight-through"
+    scale_form: Literal["straight-through", "dge", "spline", "sigmoid"] = "straight-through"
 
     def __post_init__(self) -> None:
         check_choices(self)
-        least = "1 or more" if self.form == "dge" else "above 0"
-        if not (self.k >= 1 if self.form == "dge" else self.k > 0):
-            raise ConfigError(f"k of {self.form} is {least}, not {self.k}")
+        if "dge" in (self.form, self.scale_form) and not self.k >= 1:
+            raise ConfigError(f"k of dge is 1 or more, not {self.k}")
+        if not self.k > 0:
+            raise ConfigError(f"k of sigmoid is above 0, not {self.k}")
         if not (self.clip > 0 and 0 < self.width <= 1 and self.temperature > 0):
             raise ConfigError(
                 "clip and temperature are above 0, and width is above 0 and at most 1, not "
                 f"{self.clip}, {self.temperature}, {self.width}"
             )
-        for name, (owner, takers) in _TAKEN_BY.items():
+        for name, (owners, takers) in _TAKEN_BY.items():
             is_set = getattr(self, name) != getattr(type(self), name)  # the default
-            if is_set and getattr(self, owner) not in takers:
+            if is_set and not any(getattr(self, owner) in takers for owner in owners):
                 raise ConfigError(
-                    f"{name} belongs to {owner} {' and '.join(takers)}, not to "
-                    f"{getattr(self, owner)}: leave it out"
+                    f"{name} belongs to {owners[0]} {' and '.join(takers)}, not to "
+                    f"{getattr(self, owners[0])}: leave it out"
                 )
         straight = self.form == self.maximum == self.outer_scale == "straight-through"
         if straight and self.beyond != "zero":
@@ -129,7 +155,13 @@ class Estimator:
                 "straight-through, with nothing through the maximum, is the gradient without an "
                 "estimator: leave it out"
             )
-        if self.maximum == self.outer_scale == "vjp":
+        is_straight = self.scale_form == "straight-through"
+        if self.maximum == "straight-through" and not is_straight:
+            raise ConfigError(
+                f"scale_form {self.scale_form} is of the gradient through the maximum: give a "
+                "maximum, or leave scale_form out"
+            )
+        if self.maximum == self.outer_scale == "vjp" and is_straight:
             raise ConfigError(
                 "with maximum: vjp a block is decoded alike under any outer scale, so that nothing "
                 "goes through it: leave outer_scale out"
@@ -142,7 +174,7 @@ class Estimator:
         Computed and returned in float32 (float64 for float64 input). NaN for NaN.
         """
         x = widen(scaled).abs()  # f' is even
-        slope = self._slope(x, form)
+        slope = self._slope(self.form, x, form.magnitudes)
         if self.beyond != "continued":
             slope = torch.where(x > form.max * _ROUNDING, float(self.beyond == "one"), slope)
         return slope
@@ -155,6 +187,7 @@ class Estimator:
         block: tuple[int, int],
         ranks: Ranks = ONE_RANK,
         form: Fp4 = E2M1,
+        scales: Scales | None = None,
     ) -> Tensor:
         """The gradient with respect to a quantizer's input, from that of its decoded output. What
         goes through the outer scale is not in it: see `with_outer_scale`.
@@ -164,6 +197,7 @@ class Estimator:
         rounded: the elements Q(v), or None where nothing goes through the maximum.
         block: the quantizer's; see `Quantizer`.
         ranks: those over which blocks are spread. form: the format of the elements.
+        scales: of the blocks; required by a `scale_form`.
         The tensors are float32 or float64, of one shape. Returns a new one of that shape and dtype.
         """
         slope = self.factor(scaled, form)
@@ -175,24 +209,39 @@ class Estimator:
         size = blocks.abs()
         maxima = ranks.maximum(size.amax((1, 3), keepdim=True))
         term = self._through_maximum(through, size, maxima, ranks)
+        if self.scale_form != "straight-through":
+            assert scales is not None
+            term = term * self._change_of_scale(maxima, scales)
         # A block of zeros has no gradient through its maximum.
         term = term * blocks.sign() / torch.where(maxima == 0, 1, maxima)
         return given * slope + term.view(given.shape)
 
-    def _slope(self, x: Tensor, form: Fp4) -> Tensor:
-        """f' of magnitudes, with the last step's formula beyond the largest element."""
-        if self.form == "straight-through":
+    def _slope(self, form: str, x: Tensor, points: tuple[float, ...]) -> Tensor:
+        """f' of magnitudes between grid points, with the last step's formula beyond the largest.
+
+        form: as of `Estimator`. points: ascending.
+        """
+        if form == "straight-through":
             return 0 * x + 1  # NaN for NaN
-        grid = table(form.magnitudes, x.dtype, x.device)
-        low = (torch.bucketize(x, grid, right=True) - 1).clamp(max=len(grid) - 2)
+        grid = table(points, x.dtype, x.device)
+        low = (torch.bucketize(x, grid, right=True) - 1).clamp(0, len(grid) - 2)
         u = 2 * (x - grid[low]) / (grid[low + 1] - grid[low]) - 1
-        if self.form == "dge":
+        if form == "dge":
             return u.abs().pow(1 / self.k - 1).div(self.k).clamp(max=self.clip)
-        if self.form == "spline":
+        if form == "spline":
             within = u.abs() <= self.width * _ROUNDING
             return torch.where(within, 1 / self.width, 0 * u)  # NaN for NaN
         half = torch.full_like(u, self.k / 2)
         return half * (1 - (half * u).tanh().square()) / half.tanh()
+
+    def _change_of_scale(self, maxima: Tensor, scales: Scales) -> Tensor:
+        """dS/dm by `scale_form`, divided by S/m, for each block. maxima: the largest |v| of each,
+        [rows / height, 1, K / length, 1]."""
+        quotient = scales.share * maxima  # w / S
+        wanted = quotient * scales.values.view(maxima.shape)
+        slope = self._slope(self.scale_form, wanted, scales.grid)
+        least, most = scales.grid[0], scales.grid[-1] * _ROUNDING
+        return torch.where((wanted < least) | (wanted > most), 0, slope) * quotient
 
     def _through_maximum(
         self, through: Tensor, size: Tensor, maxima: Tensor, ranks: Ranks

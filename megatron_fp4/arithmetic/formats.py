@@ -261,6 +261,13 @@ UE5M3 = ScaleFloat("ue5m3", mantissa_bits=3, bias=15, max=61440.0, nan=0xFF)
 SCALE_FLOATS = {"e4m3": E4M3, "ue5m3": UE5M3}
 
 
+@cache
+def scale_grid(scale: str) -> tuple[float, ...]:
+    """The finite numbers of a format of block scales (e8m0, e4m3 or ue5m3), ascending."""
+    values = _E8M0_VALUES if scale == "e8m0" else SCALE_FLOATS[scale]._values
+    return tuple(value for value in values if not math.isnan(value))
+
+
 # --- FP8 elements -------------------------------------------------------------------------------
 
 FP8_ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -51,6 +51,7 @@ COUNTED: dict[type, dict[str, tuple[str, ...]]] = {
         "maximum": ("straight-through", "absmax", "vjp", "softmax"),
         **dict.fromkeys(("k", "clip", "width", "beyond", "temperature"), ()),
         "outer_scale": ("straight-through", "vjp"),
+        "scale_form": ("straight-through", "dge", "spline", "sigmoid"),
     },
     WeightAverage: dict.fromkeys(("beta", "half_life", "follows_lr", "warmup", "delay"), ()),
     Ramping: dict.fromkeys(("k1", "k2", "interval", "interval_share", "calibration", "most"), ()),

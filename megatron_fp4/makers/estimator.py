@@ -11,8 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.estimators import ONE_RANK, Estimator, Ranks, with_outer_scale
-from megatron_fp4.arithmetic.formats import SCALE_FLOATS, Fp4, widen
+from megatron_fp4.arithmetic.estimators import (
+    ONE_RANK,
+    Estimator,
+    Ranks,
+    Scales,
+    with_outer_scale,
+)
+from megatron_fp4.arithmetic.formats import SCALE_FLOATS, Fp4, scale_grid, widen
 from megatron_fp4.arithmetic.hadamard import inverse, transform
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 from megatron_fp4.arithmetic.scaling import per_block
@@ -122,18 +128,22 @@ def estimated(
     matrix of the gradient's dtype, or None. ranks: see `Estimator.gradient`. outer_ranks: see
     `with_outer_scale`. Computed in float32 (float64 for a matrix in float64), and rounded once.
     """
-    wanted, rounded, quantizer = widen(gradient), None, quantized.quantizer
+    wanted, rounded, scales, quantizer = widen(gradient), None, None, quantized.quantizer
     form = quantizer.format
     assert isinstance(form, Fp4)
     x = before_quantizer(matrix, operand, given)
     scaled = scaled_values(quantized, x).to(wanted.dtype)
     if estimator.maximum != "straight-through":
         rounded = quantized.elements(scaled.dtype).view(scaled.shape)
+    if estimator.scale_form != "straight-through":
+        share = quantizer.inflate / (form.max * quantizer.prescale)
+        grid = scale_grid(quantizer.scale)
+        scales = Scales(quantized.block_scales(scaled.dtype), grid, share)
     group = operand.group
     signs = None if given.signs is None else given.signs.vector(group, matrix.device)
     if group:  # the product is of transformed operands, and so is its gradient
         wanted = transform(wanted, group, signs)
-    found = estimator.gradient(wanted, scaled, rounded, quantizer.block, ranks, form)
+    found = estimator.gradient(wanted, scaled, rounded, quantizer.block, ranks, form, scales)
     if estimator.outer_scale != "straight-through":
         # The GEMM's correction undoes the prescale, and the gradient is that of what is left.
         decoded = quantized.dequantize(wanted.dtype).view(scaled.shape) / quantizer.prescale
