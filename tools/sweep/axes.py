@@ -41,6 +41,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "signs": ("random", "fixed", "none"),
     "estimator": ("straight-through", "dge", "spline", "sigmoid"),
     "maximum": ("straight-through", "absmax", "vjp", "softmax"),
+    "scale_estimator": ("straight-through", "dge", "spline", "sigmoid"),
     "outer_gradient": ("ignored", "kept"),
     "estimated": ("w", "x", "both"),
     "x_mean": ("kept", "subtracted"),
@@ -71,7 +72,8 @@ WHAT = {
     "signs": "the signs of the Hadamard transform",
     "estimator": "the gradient through a quantizer's rounding",
     "maximum": "the gradient through the block's maximum, from which its scale follows",
-    "outer_gradient": "the gradient through the outer scale; with maximum vjp it is zero",
+    "scale_estimator": "the gradient through the rounding of a block scale to nearest",
+    "outer_gradient": "the gradient through the outer scale; zero with maximum vjp alone",
     "estimated": "the operands of fprop with an estimator, or a gradient through a scale",
     "x_mean": "whether the mean of X over tokens is multiplied apart, and only the rest quantized",
     "outliers": "what is split off X in fprop: of each 32 channels the hottest (arXiv 2602.02047)",
@@ -83,6 +85,7 @@ WHAT = {
 UNDRAWN = {
     "rule": ("mse-fp8",),
     "backward_rule": ("mse-fp8",),
+    "scale_estimator": ("dge", "spline", "sigmoid"),
     "outliers": ("hot-channels",),
 }
 UNDRAWN_RULES = {"e8m0": ("nearest",)}  # likewise rules, beside a format that drew no such rule
@@ -99,6 +102,7 @@ _OF_E2M1_ROWS = (
     "mse-fp8",
 )  # rules of E2M1 in blocks of one row alone
 _TO_NEAREST = ("mse", "four-over-six", "unit-gain", "mse-fp8")  # rules without stochastic rounding
+_ROUNDING_SCALES = ("nearest", "inflated")  # rules that round a block scale to nearest
 _OF_FP4 = (
     *("element", "scale", "block", "weight_block", "outer_scale"),
     *("rounding", "hadamard", "x_mean"),
@@ -128,6 +132,7 @@ class Combination:
     signs: str = "random"
     estimator: str = "straight-through"
     maximum: str = "straight-through"
+    scale_estimator: str = "straight-through"
     outer_gradient: str = "ignored"
     estimated: str = "w"
     x_mean: str = "kept"
@@ -204,10 +209,11 @@ def _without_effect(c: Combination, axis: str) -> tuple[str, ...]:
         **dict.fromkeys(("group", "signs"), {"hadamard": c.hadamard != "none"}),
         "backward_rule": {"backward": c.backward == "fp4"},
         "operands": {**forward, "backward": c.backward != "bf16"},
+        "scale_estimator": {**forward, "maximum": c.maximum != "straight-through"},
         "outer_gradient": {
             **forward,
             "outer_scale": c.outer_scale != "none",
-            "maximum": c.maximum != "vjp",
+            "maximum": c.maximum != "vjp" or c.scale_estimator != first("scale_estimator"),
         },
         "estimated": dict.fromkeys(_ESTIMATING, estimates(c)),
     }
@@ -232,6 +238,8 @@ def _against(c: Combination, axis: str, value: str) -> tuple[str, ...]:
         gemms = {"all": ("forward", "backward"), "forward": ("forward",)}
         needs = gemms.get(value, ("backward",))
         return tuple(other for other in needs if getattr(c, other) != "fp4")
+    if axis == "scale_estimator" and value != first(axis):
+        return () if c.rule in _ROUNDING_SCALES else ("rule",)
     if axis == "x_mean" and value != "kept" and estimates(c) and c.estimated != "w":
         return ("estimated",)  # an estimator of X would be of X without its mean
     if axis == "outliers" and value != "none":

@@ -50,6 +50,7 @@ def _estimator(c: Combination) -> Estimator | None:
     if not estimates(c):
         return None
     options: dict[str, Any] = {"form": c.estimator, "maximum": c.maximum}
+    options["scale_form"] = c.scale_estimator
     if c.outer_gradient == "kept":
         options["outer_scale"] = "vjp"
     return Estimator(**options)

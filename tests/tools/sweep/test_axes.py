@@ -256,6 +256,28 @@ def test_a_uniform_grid_takes_no_rule_of_e2m1() -> None:
             check(replace(uniform, **{axis: rule}))
 
 
+def test_a_gradient_through_the_rounding_of_scales_makes_an_estimator() -> None:
+    chosen = Combination(
+        rule="nearest", backward_rule="ceil", maximum="vjp", scale_estimator="spline"
+    )
+    recipe = recipe_of(chosen)
+    assert recipe.estimator == Estimator("straight-through", maximum="vjp", scale_form="spline")
+    for other, why in (
+        ({"maximum": "straight-through"}, "has no effect with maximum=straight-through"),
+        ({"rule": "ceil"}, "does not go with rule=ceil: give scale_estimator=straight-through"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            recipe_of(replace(chosen, **other))
+    inflated = replace(chosen, scale="e4m3", rule="inflated", backward_rule="up")
+    found = recipe_of(inflated).estimator
+    assert found is not None and found.scale_form == "spline"
+    # Only with it does anything go through an outer scale beside a vjp.
+    through = replace(inflated, outer_scale="tensor", outer_gradient="kept")
+    check(through)
+    with pytest.raises(ConfigError, match="outer_gradient=kept has no effect with maximum=vjp"):
+        check(replace(through, scale_estimator="straight-through"))
+
+
 def test_a_gradient_through_the_outer_scale_makes_an_estimator() -> None:
     kept = Combination(**NVFP4, backward_rule="nearest", outer_gradient="kept", estimated="both")
     through = Estimator(form="straight-through", outer_scale="vjp")
