@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,20 @@ from tools.sweep.axes import Combination
 from tools.sweep.results import BF16
 from tools.sweep.stages import digits
 
-_DGE = {"estimator": "dge"}
 _UNDER_TENSOR = ({**scale, **factorial.TENSOR} for scale in (factorial.UE5M3, factorial.E4M3))
 _UE5M3, _E4M3 = (Combination(block="16", **each) for each in _UNDER_TENSOR)
+_ROUNDED = Combination(block="16", **factorial.E8M0, **factorial.STOCHASTIC)
+# Of the committed results of the stage, which has the last three from another host.
 COMBINATIONS = [
     BF16["adam"],
     Combination(**factorial.E8M0),
-    Combination(block="16", **factorial.E8M0, **factorial.STOCHASTIC),
-    Combination(block="16", **factorial.E8M0, **factorial.STOCHASTIC, **_DGE),
+    _ROUNDED,
+    replace(_ROUNDED, estimator="dge"),
     _UE5M3,
     _E4M3,
+    replace(_ROUNDED, element="e1m2"),
+    replace(_ROUNDED, operands="forward"),
+    replace(_ROUNDED, x_mean="subtracted"),
 ]
 
 
