@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -39,13 +40,14 @@ COMMITTED = {
     "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
     "low-rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
+    "recipes-3M": ("docs/study.md", "NVIDIA H200"),
 }
 
 
 UNFINISHED = {
     "candidates": "docs/study.md",
     "recipes": "docs/study.md",
-    "recipes-3M": "docs/study.md",
+    "rates-26M": "docs/study.md",
     "same-loss-3M": "docs/study.md",
     "sizes": "docs/study.md",
 }  # tables of the runs so far
@@ -227,6 +229,32 @@ def test_figures_in_running_text_of_the_candidates() -> None:
     ):
         assert text in PAGE
     assert f"BF16 is {lower:.3f} worse at 0.0014." in (ROOT / "README.md").read_text()
+
+
+def test_bf16_at_other_rates() -> None:
+    loss = {
+        row["configuration"]["learning_rate"]: row["held_out"][-1][1]
+        for row in rows_of("rates-26M")
+        if row["configuration"]["recipe"] == "bf16"
+    }
+    worse, better = loss[0.0014] - loss[0.002], loss[0.002] - loss[0.0028]
+    text = f"BF16 is {worse:.3f} worse at 0.0014 than at 0.002, and {better:.3f} better at 0.0028,"
+    assert text in PAGE and 0 < better < 0.008
+
+
+def test_what_begins_with_other_weights_under_tensor_parallelism() -> None:
+    layout, step = " --tensor-model-parallel-size 2 --sequence-parallel", 600
+    rows = [row for row in rows_of("same-loss-3M") if row["configuration"]["seed"] == 1]
+    whole = {row["configuration"]["recipe"]: dict(row["train"]) for row in rows}
+    file = ROOT / "benchmarks/results/same-loss-begins.json"
+    begins = {row["recipe"]: dict(row["train"]) for row in json.loads(file.read_text())["rows"]}
+    behind = [begins[name + layout][step] - whole[name][step] for name in ("bf16", "tetrajet")]
+    assert f"by {behind[0]:.3f}, and `tetrajet` behind `tetrajet` by {behind[1]:.3f}" in PAGE
+    repeated = begins["tetrajet" + layout]
+    assert len(repeated) == 21 and repeated.items() <= whole["tetrajet" + layout].items()
+    losses = {row["configuration"]["recipe"]: row["held_out"][-1][1] for row in rows}
+    above = losses["tetrajet" + layout] - losses["bf16"]
+    assert f"`tetrajet` ends {above:.2f} above BF16 of one GPU" in PAGE
 
 
 def test_every_committed_result_is_in_a_page() -> None:
