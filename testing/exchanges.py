@@ -60,6 +60,13 @@ def rounds_apart() -> None:
     places._place = _place
 
 
+def shares_noise() -> None:
+    """What ranks of tensor and pipeline parallelism hold in common is rounded with the same bits,
+    also where their gradients differ and are summed later."""
+    places._is_summed = lambda *given: False
+    places._name_in_vector = lambda name, parameter: name
+
+
 def takes_other_scales() -> None:
     """Codes are decoded with the scales of the rank before."""
 
@@ -233,6 +240,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
     "alike": rounds_alike,
     "keeps": keeps_own_sums,
     "apart": rounds_apart,
+    "shared": shares_noise,
     "scales": takes_other_scales,
     "shifted": shifts_blocks,
     "twice": scales_twice,

@@ -60,15 +60,19 @@ FORMS: dict[str, GradientForm] = {
 }  # by element
 
 
-def element_of(kind: str | None, element: str | None) -> str | None:
+def element_of(kind: str | None, element: str | None, flag: str = "--fp4-grad-comm") -> str | None:
     """The element that the flags --fp4-grad-comm (kind) and --fp4-grad-comm-element name; None
-    without them. Raises ConfigError for an element of another kind."""
+    without them.
+
+    flag: the name of the first, which begins that of the second. Raises ConfigError for an element
+    of another kind.
+    """
     if element is None:
         return None if kind is None else ELEMENTS[kind][0]
     if kind is None or element not in ELEMENTS[kind]:
         raise ConfigError(
-            f"grad-comm-element {element} needs grad-comm {kind_of(element)}: give it, or leave "
-            "out the element"
+            f"{flag}-element {element} needs {flag} {kind_of(element)}: add it, or leave out "
+            f"{flag}-element"
         )
     return element
 

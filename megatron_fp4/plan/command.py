@@ -145,7 +145,7 @@ def _setting(args: argparse.Namespace) -> Setting:
 def _element(args: argparse.Namespace) -> str | None:
     """The elements in which data-parallel ranks send dW; None: as they are. Raises ConfigError if
     there are no such ranks."""
-    element = element_of(args.grad_comm, args.grad_comm_element)
+    element = element_of(args.grad_comm, args.grad_comm_element, "--grad-comm")
     if args.dp < 1:
         raise ConfigError(f"--dp {args.dp}: give 1 or more")
     if args.dp == 1 and element is not None:

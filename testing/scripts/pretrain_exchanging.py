@@ -7,7 +7,8 @@ situation (testing/exchanges.py has both); `bytes=N`, the most bytes of a piece;
 kernels make and read messages; or `fused-adam` (testing/fused_adam.py).
 
 Before a bucket is sent, all ranks' gradients of it are gathered as they are. What the exchange must
-give is computed from them on every rank.
+give is computed from them on every rank. Ranks that do not sum what they round with each other must
+round it with the same random bits if it is the same, and with others if it differs.
 """
 
 import sys
@@ -24,11 +25,11 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic import messages
 from megatron_fp4.arithmetic.messages import RankRounding
 from megatron_fp4.arithmetic.philox import Key
+from megatron_fp4.arithmetic.segments import Place, Segment
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.exchange import slots, start
 from megatron_fp4.mcore.exchange.buckets import ExchangingBucketGroup, ranks_of, shards_of
 from megatron_fp4.mcore.exchange.kernel_coding import KernelCoding
-from megatron_fp4.mcore.exchange.places import sharded
 from megatron_fp4.mcore.runtime import cpu
 from testing import fused_adam
 from testing.exchanges import MISTAKES, SITUATIONS
@@ -65,6 +66,8 @@ def main() -> None:
 def remembering(install: Callable[..., Any]) -> Callable[..., Any]:
     def installing(chunks: Any, form: Any, key: Any, places: Any) -> Any:
         PLACES.update(places)
+        stages = of_stages([*places.values()])
+        assert len(stages) == len(set(stages)), "pipeline stages share noise"
         return install(chunks, form, key, places)
 
     return installing
@@ -128,21 +131,20 @@ def compare(self: Any, bucket: Any) -> None:
     SQUARES.append(messages.of_shard(bucket.grad_data, every[group.rank()]).double().square().sum())
     if not is_sharded:
         assert alike(bucket.grad_data.nan_to_num(7), group), "ranks differ"
-    for segment in (segment for shard in own for segment in shard):
-        if segment.place in replicated(bucket):
-            part = bucket.grad_data[segment.start : segment.stop].nan_to_num(7)
-            assert alike(part, mpu.get_tensor_model_parallel_group()), (
-                "tensor-parallel ranks differ"
-            )
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        for segment in (segment for shard in own for segment in shard):
+            compare_tensor_parallel_ranks(bucket, segment)
 
 
-def replicated(bucket: Any) -> set[Any]:
-    """The places of parameters whose gradients all tensor-parallel ranks have."""
-    return {
-        PLACES[parameter]
-        for parameter in bucket.params_list
-        if not getattr(parameter, "tensor_model_parallel", False) and sharded(parameter).copies == 1
-    }
+def compare_tensor_parallel_ranks(bucket: Any, segment: Segment) -> None:
+    """Whether tensor-parallel ranks keep alike what they had alike, and draw bits of their own for
+    what they had not."""
+    part, group = slice(segment.start, segment.stop), mpu.get_tensor_model_parallel_group()
+    if alike(torch.stack([one[part] for one in bucket.every]).nan_to_num(7), group):
+        assert alike(bucket.grad_data[part].nan_to_num(7), group), "tensor-parallel ranks differ"
+    else:
+        first = gathered(torch.tensor([segment.place.first], device=bucket.grad_data.device), group)
+        assert len({*map(int, first)}) == group.size(), "tensor-parallel ranks share noise"
 
 
 def gathering(finish: Callable[..., None]) -> Any:
@@ -186,6 +188,14 @@ def compared(norm: Callable[..., float]) -> Callable[..., float]:
 def alike(buffer: Tensor, group: Any) -> bool:
     ranks = gathered(buffer, group)
     return all(torch.equal(ranks[0], one) for one in ranks[1:])
+
+
+def of_stages(places: list[Place]) -> list[Place]:
+    """The places of the parameters of all pipeline stages."""
+    group = mpu.get_pipeline_model_parallel_group()
+    every: list[list[Place]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(every, places, group=group)
+    return [place for each in every for place in each]
 
 
 def gathered(buffer: Tensor, group: Any) -> list[Tensor]:

@@ -160,7 +160,7 @@ def apart_on_tensor_parallel_ranks() -> None:
     from megatron_fp4.mcore.exchange import places
     from megatron_fp4.mcore.loop import optimizer_state
 
-    optimizer_state.place_in = lambda parameter: places._place(places.sharded(parameter), 0)
+    optimizer_state.place_in = lambda parameter: places._place(places.sharded(parameter, True), 0)
 
 
 def norms_unsummed() -> None:

@@ -119,6 +119,16 @@ def test_steps_in_few_bits_are_predicted() -> None:
     assert f"`--grad-reduce-in-bf16` are estimated at {least:.2f} and {most:.2f}" in PAGE
 
 
+def test_gradients_in_fp8_are_predicted_to_gain_where_they_did_not() -> None:
+    rows = [row for row in result("estimate_error")["rows"] if row["file"] == "few-bits-four"]
+    ms = {row["name"]: row["measured ms"] for row in rows}
+    estimated = {row["name"]: row["fitted"] * row["measured ms"] for row in rows}
+    few, plain = "tetrajet --fp4-grad-comm fp8", "tetrajet"
+    shorter, longer = 1 - estimated[few] / estimated[plain], ms[few] / ms[plain] - 1
+    assert f"make a step of `tetrajet` {shorter:.1%} shorter" in PAGE
+    assert f"was measured to make it {longer:.1%} longer (`few-bits-four`)" in PAGE
+
+
 def test_steps_beside_fp8_are_predicted() -> None:
     rows = result("estimate_error")["rows"]
     times = [row["fitted"] for row in rows if row["file"] == "parallel-fp8"]

@@ -1,5 +1,7 @@
 """Gradients and weights in few bits between two GPUs, over NCCL."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -10,8 +12,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU"),
 ]
+needs_te = pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="no Transformer Engine"
+)
 OWNED = "--use-distributed-optimizer"
 BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 20000"
+# Transformer Engine's Adam, which keeps the main weights too.
+AWARE = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
 
 
 def run(script: str, flags: str, dtype: str = "--bf16") -> Result:
@@ -33,10 +40,14 @@ OTHERS = {
     "experts": ("--bf16", f"{MOE} {OWNED}"),
     "experts of FP16": ("--fp16", f"{MOE} {OWNED} {BUCKETS} --initial-loss-scale 128"),
     "experts, one rank for each": ("--bf16", f"{MOE} --expert-model-parallel-size 2 {BUCKETS}"),
+    "Transformer Engine's Adam": ("--bf16", f"{OWNED} {BUCKETS} {AWARE}"),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=needs_te if AWARE in OTHERS[name][1] else ()) for name in OTHERS],
+)
 def test_other_launches(name: str) -> None:
     """With a recipe, as users launch them. Those without few bits have the first loss alike."""
     dtype, flags = OTHERS[name]
@@ -54,9 +65,11 @@ def test_a_mistake_is_noticed() -> None:
     assert found.status != 0 and "sums differ" in found.output
 
 
-@pytest.mark.parametrize("overlap", ["", f"{BUCKETS} --overlap-param-gather"])
-def test_gathered_codes_train_as_gathered_weights(overlap: str) -> None:
-    flags = f"--fp4-recipe tetrajet {OWNED} {overlap}"
+@pytest.mark.parametrize(
+    "more", ["", f"{BUCKETS} --overlap-param-gather", pytest.param(AWARE, marks=needs_te)]
+)
+def test_gathered_codes_train_as_gathered_weights(more: str) -> None:
+    flags = f"--fp4-recipe tetrajet {OWNED} {more}"
     plain, gathered = run("gathering", flags), run("gathering", f"{flags} --fp4-param-gather")
     assert (plain.status, gathered.status) == (0, 0), gathered.output[-3000:]
     assert gathered.losses == plain.losses and len(plain.losses) == 4

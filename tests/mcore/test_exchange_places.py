@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -18,7 +19,7 @@ class Chunk(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = types.SimpleNamespace(num_moe_experts=None)
+        self.config = types.SimpleNamespace(num_moe_experts=None, qk_layernorm=False)
         self.norm = torch.nn.LayerNorm(5)
         self.head = torch.nn.Linear(3, 7)
         self.frozen = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
@@ -60,6 +61,32 @@ def test_gradients_that_tensor_parallel_ranks_sum_have_a_part_for_each_rank(
     assert every["norm.bias"] == Place(32 + 5, 5, 5) and every["norm.weight"] == Place(48, 5, 5)
     # The optimizer's state, whose copies have to stay alike, draws the same bits on both.
     assert places.place_in(chunk.norm.bias) == Place(0, 5, 5)
+
+
+@pytest.mark.parametrize("name", ["q_layernorm", "k_layernorm"])
+def test_norms_of_query_and_key_have_a_part_for_each_rank(second_of_two: None, name: str) -> None:
+    """Each rank norms the heads that it has, and Megatron sums the gradients by these names if the
+    model has such norms."""
+    chunk = Chunk()
+    chunk.add_module(name, torch.nn.LayerNorm(3))
+    alike = found(chunk)[f"{name}.weight"]
+    chunk.config.qk_layernorm = True
+    every = found(chunk)
+    assert every[f"{name}.weight"] == dataclasses.replace(alike, first=alike.first + 3)
+    assert every["head.weight"] == Place(8, 21, 21)
+
+
+def test_a_copy_of_the_embedding_has_a_part_of_its_own(
+    second_of_two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multi-token prediction has one on the last pipeline stage, by the name of the first stage's.
+    Megatron sums their gradients after the exchange."""
+    chunk = Chunk()
+    copy: Any = chunk.head.weight
+    copy.shared = True
+    monkeypatch.setattr(places, "of_all", lambda value: [{"head.weight": 21}, value])
+    every = found(chunk)
+    assert every["head.weight"] == Place(32, 21, 21) and every["norm.bias"] == Place(56, 5, 5)
 
 
 def test_a_sharded_weight_lies_where_the_whole_one_does(second_of_two: None) -> None:

@@ -47,6 +47,9 @@ REFUSED = {
     "--expert-tensor-parallel-num-weight-shards 2": "use --expert-tensor-parallel-size",
     "--reuse-grad-buf-for-mxfp8-param-ag": "leave it out",
     "--fp8-param-gather": "leave it out",
+    "--context-parallel-size 2": "--context-parallel-size: leave out one of the two",
+    f"--optimizer-cpu-offload --use-precision-aware-optimizer {SHARDED}": "--optimizer-cpu-offload:"
+    " leave out one of the two",
     "--fake-process-group": "leave it out, it sends nothing",
 }
 
@@ -70,7 +73,8 @@ def test_upstreams_gather_of_fp4_is_refused() -> None:
 def test_elements_are_those_of_fp8() -> None:
     e5m2 = ("--fp4-grad-comm-element", "e5m2")
     for flags in ((), BF16.split()):
-        assert "grad-comm-element e5m2 needs grad-comm fp8" in refusal(*flags, *e5m2)
+        message = refusal(*flags, *e5m2)
+        assert message.startswith("--fp4-grad-comm-element e5m2 needs --fp4-grad-comm fp8: add it")
     assert parse(*FP8.split()).fp4_grad_comm_element == "e4m3"
     assert parse(*FP8.split(), *e5m2).fp4_grad_comm_element == "e5m2"
     assert parse().fp4_grad_comm_element is None
@@ -97,6 +101,14 @@ def lines(result: Result) -> list[str]:
     return str(found).splitlines()
 
 
+MEAN = "each of 2 ranks sends bytes of a parameter, on average"
+OF_RANK_0 = """
+from megatron_fp4.mcore.exchange import start
+of_all = start.of_all
+start.of_all = lambda mine: of_all(mine)[:1]
+"""
+
+
 @functools.cache
 def plain(processes: int, *flags: str) -> Result:
     return train(processes, *SIZES.split(), *flags)
@@ -107,9 +119,19 @@ def test_the_bytes_of_a_parameter() -> None:
     assert head.startswith(
         "megatron-fp4: data-parallel ranks send gradients in FP8 (E4M3), through"
     )
-    assert dense == "  dense: each of 2 ranks sends bytes of a parameter: 0.50 by all-to-all"
+    assert dense == f"  dense: {MEAN}: 0.50 by all-to-all"
     _, dense = lines(train(2, *BF16.split(), *SIZES.split()))
-    assert dense.endswith("a parameter: 1.00 by all-to-all and 1.00 by all-gather")
+    assert dense.endswith(f"{MEAN}: 1.00 by all-to-all and 1.00 by all-gather")
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_parameter_are_a_mean_where_shards_are_uneven(tmp_path: Path) -> None:
+    """The ends of padded buckets are empty: rank 1 has less of them, and sends more. Negative
+    control: the bytes are those of rank 0."""
+    flags = (*FLAGS, "--use-distributed-optimizer", "--ddp-pad-buckets-for-high-nccl-busbw")
+    assert lines(train(2, *flags))[1] == f"  dense: {MEAN}: 0.50 by all-to-all"
+    alone = run_own(changing(tmp_path, OF_RANK_0), 2, *flags)
+    assert lines(alone)[1] == f"  dense: {MEAN}: 0.30 by all-to-all"
 
 
 @pytest.mark.slow

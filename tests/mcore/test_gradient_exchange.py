@@ -185,6 +185,8 @@ def test_experts_of_other_ranks() -> None:
     check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
 
+QK_NORMS = "--qk-layernorm"
+COPIED_EMBEDDING = "--pipeline-model-parallel-size 2 --mtp-num-layers 1"
 VIRTUAL = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
 WITH_THE_STEP = (
     "--overlap-param-gather --overlap-param-gather-with-optimizer-step --ckpt-format torch"
@@ -201,9 +203,10 @@ def test_pipeline_stages(schedule: str) -> None:
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("flags", ["", "--sequence-parallel"])
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel", QK_NORMS])
 def test_tensor_parallel_ranks_stay_alike(flags: str) -> None:
-    """Under sequence parallelism they hold other gradients of norms, which are summed later."""
+    """Under sequence parallelism they hold other gradients of norms, which are summed later. With
+    norms of query and key they hold other gradients of these, of their own heads."""
     flags = f"--tensor-model-parallel-size 2 {SHARDED} {flags}"
     check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
 
@@ -212,6 +215,27 @@ def test_tensor_parallel_ranks_stay_alike(flags: str) -> None:
 def test_bits_that_depend_on_the_tensor_parallel_rank_are_noticed() -> None:
     result = run(f"{FP8} --tensor-model-parallel-size 2", "apart", 4)
     assert result.status != 0 and "tensor-parallel ranks differ" in result.output
+
+
+@pytest.mark.outside
+def test_pipeline_stages_with_copies_of_the_embedding() -> None:
+    """They hold other gradients of it, which are summed later."""
+    flags = f"{COPIED_EMBEDDING} {SHARDED} --overlap-grad-reduce"
+    check(run(f"{FP8} {flags}", processes=4), run(flags, processes=4))
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "tensor-parallel ranks"),
+        (f"--tensor-model-parallel-size 2 {QK_NORMS}", "tensor-parallel ranks"),
+        (COPIED_EMBEDDING, "pipeline stages"),
+    ],
+)
+def test_noise_of_gradients_that_are_summed_later_is_not_shared(flags: str, ranks: str) -> None:
+    result = run(f"{FP8} {flags}", "shared", 4)
+    assert result.status != 0 and f"{ranks} share noise" in result.output
 
 
 @pytest.mark.outside

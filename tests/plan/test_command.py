@@ -125,7 +125,10 @@ def test_bytes_and_reasons(printed: Callable[[str], str]) -> None:
     ("text", "says"),
     [
         ("--grad-comm fp8", "--grad-comm needs --dp 2 or more"),
-        ("--dp 8 --grad-comm bf16 --grad-comm-element e5m2", "e5m2 needs grad-comm fp8"),
+        (
+            "--dp 8 --grad-comm bf16 --grad-comm-element e5m2",
+            "--grad-comm-element e5m2 needs --grad-comm fp8: add it, or leave out",
+        ),
         ("--recipe nope", "unknown recipe 'nope'"),
         ("--recipe mxfp4 --param-gather", "because backward reads the unquantized W: leave"),
         ("--recipe tetrajet --recipe-option rule=up", "rule"),

@@ -75,7 +75,7 @@ def test_gradients_in_few_bits_send_less() -> None:
     converts = [each["seconds"]["other"] - plain["seconds"]["other"] for each in (fp8, bf16)]
     assert converts[0] > converts[1] > 0
     assert 0 < fp8["memory"]["gradients"] - plain["memory"]["gradients"] < 2**28 * 1.02
-    with pytest.raises(ConfigError, match="needs grad-comm fp8"):
+    with pytest.raises(ConfigError, match="needs --fp4-grad-comm fp8"):
         run([*job, *FLAGS, "--fp4-grad-comm-element", "e5m2"])
 
 

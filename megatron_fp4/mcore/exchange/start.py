@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_fp4.arithmetic import messages
@@ -14,13 +14,14 @@ from megatron_fp4.mcore.exchange.places import places
 from megatron_fp4.mcore.model import start_lines
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_lines import SentGradients
+from megatron_fp4.mcore.runtime.ranks import of_all
 
 
 def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
     """Makes data-parallel ranks exchange gradients as --fp4-grad-comm says. All ranks call it.
 
     args: Megatron's. run: the FP4 run; None without a recipe. chunks: the model's, wrapped in
-    Megatron's DDP. Returns what this rank sends, in words. Raises ConfigError where something else
+    Megatron's DDP. Returns what a rank sends, in words. Raises ConfigError where something else
     than Megatron's DDP wraps them.
     """
     if not all(hasattr(chunk, "bucket_groups") for chunk in chunks):
@@ -35,15 +36,17 @@ def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
 
     exchange = install(chunks, form, key, places([chunk.module for chunk in chunks]))
     name = messages.form_name(args.fp4_grad_comm_element)
-    held = 0 if exchange is None else exchange.slots.bytes
-    return start_lines.gradients(name, held, _sent(chunks))
+    held = max(of_all(0 if exchange is None else exchange.slots.bytes))
+    mine = [(kind, _sent_of(group)) for kind, group in groups_of(chunks)]
+    # Shards may be uneven, so that one rank sends more than another.
+    return start_lines.gradients(name, held, _by_kind(one for each in of_all(mine) for one in each))
 
 
-def _sent(chunks: Sequence[Any]) -> dict[str, SentGradients]:
-    """What this rank sends in a step, of each kind of parameter."""
+def _by_kind(sent: Iterable[tuple[str, SentGradients]]) -> dict[str, SentGradients]:
+    """The sums of what is sent, by kind of parameter."""
     found: dict[str, list[SentGradients]] = {}
-    for kind, group in groups_of(chunks):
-        found.setdefault(kind, []).append(_sent_of(group))
+    for kind, one in sent:
+        found.setdefault(kind, []).append(one)
     return {
         kind: SentGradients(
             each[0].ranks, *(sum(column) for column in [*zip(*each, strict=True)][1:])

@@ -17,11 +17,12 @@ from megatron_fp4.recipe import Recipe
 
 
 class SentGradients(NamedTuple):
-    """How much one rank sends of its gradients in a step, of either dense parameters or experts.
+    """How much is sent of gradients in a step, of either dense parameters or experts.
 
-    ranks: the number of data-parallel ranks that have a copy of these parameters. elements: the
-    number of these parameters on the rank. to_owners: the bytes of gradients that it sends to the
-    ranks that sum them. to_all: the bytes of sums that it sends to the other ranks.
+    ranks: the number of data-parallel ranks that have a copy of these parameters. What follows is
+    of one rank, or the sum over several. elements: the number of these parameters on the rank.
+    to_owners: the bytes of gradients that it sends to the ranks that sum them. to_all: the bytes of
+    sums that it sends to the other ranks.
     """
 
     ranks: int
@@ -147,8 +148,8 @@ def calibrations(ramping: Ramping, args: Namespace, ramped: int, everything: int
 def gradients(form: str, held: int, sent: Mapping[str, SentGradients]) -> str:
     """The lines about gradients that data-parallel ranks exchange in few bits.
 
-    form: in which form, in words. held: bytes of the buffers that they go through. sent: by kind of
-    parameter.
+    form: in which form, in words. held: bytes of the buffers that they go through, on the rank with
+    most. sent: by kind of parameter, summed over all ranks.
     """
     lines = [f"megatron-fp4: data-parallel ranks send gradients in {form}"]
     if held:
@@ -162,7 +163,8 @@ def gradients(form: str, held: int, sent: Mapping[str, SentGradients]) -> str:
             )
             if size
         ]
-        what = f"bytes of a parameter: {' and '.join(bytes_)}" if bytes_ else "nothing"
+        mean = f"bytes of a parameter, on average: {' and '.join(bytes_)}"
+        what = mean if bytes_ else "nothing"
         ranks = "1 rank sends" if of_kind.ranks == 1 else f"each of {of_kind.ranks} ranks sends"
         lines.append(f"  {kind}: {ranks} {what}")
     return "\n".join(lines)

@@ -224,7 +224,7 @@ def test_figures_in_running_text_of_the_candidates() -> None:
     for text in (
         f"backward pass costs {nearest:.3f} more than stochastic rounding",
         f"DGE costs {dge:.3f} on `tetrajet`, and {both:.3f} on the candidate with it",
-        f"a lower rate costs BF16 {lower:.3f}.",
+        f"a lower rate of all weights costs BF16 {lower:.3f} (one seed).",
         f"forward pass is in BF16, costs {above('mxfp4-rht-sr'):.3f} (one seed).",
     ):
         assert text in PAGE

@@ -196,7 +196,7 @@ def test_figures_in_running_text() -> None:
         if (row["configuration"]["recipe"], row["configuration"]["seed"]) == (BF16, 1)
         and row["configuration"]["size"] == CELL.size
     }
-    says(f"costs BF16 {loss[0.0014] - loss[0.002]:.3f} (0.0014 in place of 0.002)")
+    says(f"rate of all weights costs BF16 {loss[0.0014] - loss[0.002]:.3f} (0.0014 in place of ")
     half = 1 - ended.mean / same
     assert 0.45 < half < 0.55  # "about half of the gap"
     series = {key.split()[0]: each for key, each in recipes_page.over_tokens(FOUND, CELL).items()}
@@ -211,6 +211,16 @@ def test_figures_in_running_text() -> None:
     tokens = CELL.steps * SIZES[CELL.size].tokens
     assert round(tokens / 26e6) == 8
     says("200M tokens are 8 tokens for each parameter of the layers")
+
+
+def test_what_rounding_noise_alone_does() -> None:
+    ramping, [gap_of_seed] = (
+        get_recipe("tetrajet-ramping").ramping,
+        above("tetrajet-ramping", "tetrajet").by_seed.values(),
+    )
+    assert ramping is not None
+    says(f"after {ramping.interval:,} of {CELL.steps:,} steps, and end {gap_of_seed:.3f} apart")
+    says(f"By default Q-Ramping calibrates first after {ramping.interval:,} steps")
 
 
 def test_the_gaps_at_another_rate() -> None:

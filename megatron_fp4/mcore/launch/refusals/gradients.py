@@ -17,7 +17,7 @@ def exchange(args: Namespace) -> Iterator[str]:
 
 def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
     """By what is not supported: whether the launch has it, and what to do instead."""
-    out = "leave it out"
+    out, one = "leave it out", "leave out one of the two"
     return {
         "--ddp-average-in-collective": (
             args.ddp_average_in_collective,
@@ -66,5 +66,8 @@ def _problems(args: Namespace) -> dict[str, tuple[bool, str]]:
             args.fp4 is not None and args.fp4_param_gather,
             "leave out --fp4-param-gather",
         ),
+        # Not tried: both need a GPU.
+        "--context-parallel-size": (args.context_parallel_size > 1, one),
+        "--optimizer-cpu-offload": (args.optimizer_cpu_offload, one),
         "--fake-process-group": (args.fake_process_group, f"{out}, it sends nothing"),
     }
