@@ -9,10 +9,11 @@ INSTALLED := $(VENV)/.installed
 # would take half as long again on two cores.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
-.PHONY: help setup demo test test-slow test-outside test-all test-newest test-gpu layouts lint
+.PHONY: help setup demo test test-slow test-outside test-all test-newest test-gpu layouts lint \
+	design-space
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(INSTALLED)  ## make .venv and install the pinned requirements
 
@@ -44,6 +45,11 @@ test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the layouts on two
 layouts: $(INSTALLED)  ## compare every layout with one process (LAYOUTS="tp2 pp2", PROCESSES=2)
 	@$(PYTHON) -m benchmarks.layouts $(if $(LAYOUTS),--layouts $(LAYOUTS)) \
 		$(if $(PROCESSES),--processes $(PROCESSES))
+
+design-space: $(INSTALLED)  ## write docs/design-space.md and its picture anew from the results
+	@$(PYTHON) -m tools.sweep show --page docs/design-space.md --picture docs/images/design-space.svg
+	@for study in sweep-best trades backward-3M; do \
+		$(PYTHON) -m benchmarks.study show $$study --page docs/design-space.md || exit 1; done
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	@$(PYTHON) -m ruff check .

@@ -152,7 +152,7 @@ def test_transformer_engine_s_fp8_on_four_gpus() -> None:
         for name in ("te", "beside")
     )
     layers = result("parallel-four-te")["layers"]
-    says(f"| a step of {layers} layers, four GPUs, TP4 with SP | {ours[0]} | {te[0]}, with a slow host |")
+    says(f"| a step of {layers} layers, four GPUs, TP4 with SP | {ours[0]} | {te[0]}, with a slow ")
     says(f"| the same, TP2 with SP and PP2 | {ours[1]} | {te[1]} |")
 
 

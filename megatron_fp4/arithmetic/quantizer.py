@@ -46,8 +46,7 @@ class Quantizer:
         scale for each row, (0, 0) one for the tensor; no other block has a 0.
     rule: how a block's scale follows from its largest magnitude.
         e8m0: floor (OCP; may clip), ceil (never clips; TetraJet, arXiv 2502.20853, section 3.2),
-        nearest (the power of two nearest to what maps the maximum to the largest element; may clip)
-        or mse (floor's scale or twice that, whichever gives the smaller squared error).
+        nearest (may clip), or mse (floor's scale or twice that, by the smaller squared error).
         e4m3, ue5m3: nearest, up, and of e2m1 four-over-six (the maximum is scaled to 6 or 4, by the
         smaller error; arXiv 2512.02010) or mse-fp8 (the best of those that FP8 takes). fp32: absmax
     rounding: nearest (ties to even), stochastic, or ema: to the neighbour on the grid that is

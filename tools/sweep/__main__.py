@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from tools.sweep.axes import Combination
 from tools.sweep.building import recipe_of
 from tools.sweep.pareto import INPUTS, OUTPUTS, TOKENS, draw, to_confirm
 from tools.sweep.promotion import (
+    WITHOUT_TRAINING,
     check_before,
     check_complete,
     level_of,
@@ -88,12 +90,22 @@ def _directed(args: argparse.Namespace) -> dict[Combination, str]:
         raise ConfigError(f"{RESULTS} has a sample: give --results with another file")
     if (args.number, args.seed) != (NUMBER, SEED):
         raise ConfigError("--number and --seed are of a sample: leave them out, or axis=value")
-    found, left_out = directed(chosen(args.values))
-    if left_out:
-        every = left_out + len(found)
-        print(f"sweep: left out {left_out} of {every}, whose values contradict each other")
+    found, reasons = directed(chosen(args.values))
+    _check_of_stage(found, args.stage)
+    if reasons:
+        every = len(reasons) + len(found)
+        told = f"left out {len(reasons)} of {every}, whose values contradict each other"
+        print(f"sweep: {told}; the first: {reasons[0]}")
     trained = not STAGES[args.stage].recorded
     return found | ({each: each.key for each in BF16.values()} if trained else {})
+
+
+def _check_of_stage(combinations: Iterable[Combination], stage: str) -> None:
+    """Raises ConfigError if a combination has a value of the training around a recipe, and the
+    stage does not depend on it."""
+    if stage in WITHOUT_TRAINING:
+        for each in combinations:
+            axes.check_of_recipe(each, f"stage {stage}")
 
 
 def _told(tasks: list[running.Task], path: Path) -> str:
@@ -116,17 +128,18 @@ def attempt(args: argparse.Namespace) -> int:
     less than BF16 of the same seeds."""
     combination = combination_of(args.values)
     axes.check(combination)
+    _check_of_stage([combination], args.stage)
     if combination.quantized:
         print(recipe_of(combination))
     torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
     stage, recorded = STAGES[args.stage], recorded_for(args)
     tasks = [running.Task(args.stage, combination, combination.key, recorded)]
+    plain = BF16[combination.optimizer]
     if not stage.recorded:
-        plain = BF16[combination.optimizer]
         tasks.append(running.Task(args.stage, plain, plain.key, recorded))
     found = [running.evaluate(task) for task in tasks]
     print(json.dumps({key: found[0][key] for key in ("status", "seeds", "seconds")}, indent=2))
-    if not combination.quantized and not stage.recorded:
+    if not stage.recorded and combination == plain:
         print("score: 0, since this is what others are compared with")
     for score in results.scores(found, args.stage).values():
         print(f"score: {score:+.5f}{'' if stage.recorded else ' (the loss less that of BF16)'}")
@@ -153,7 +166,9 @@ def cost(args: argparse.Namespace) -> int:
     its phases and of its layers take."""
     first, *others = args.values
     if "=" in first:
-        recipe = recipe_of(combination_of(args.values))
+        combination = combination_of(args.values)
+        axes.check_of_recipe(combination, "the cost")
+        recipe = recipe_of(combination)
     else:
         recipe = recipe_named(first, **chosen(others))
     sharding, tokens, inputs, outputs = sizes_on_rank(args, SIZES)

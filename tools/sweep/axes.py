@@ -191,6 +191,15 @@ def without_training(combination: Combination) -> Combination:
     return replace(combination, **{axis: first(axis) for axis in TRAINING})
 
 
+def check_of_recipe(combination: Combination, what: str) -> None:
+    """Raises ConfigError if the combination has another value than the first on an axis of
+    TRAINING. what: in words, for the message, what does not depend on these axes."""
+    for axis in TRAINING:
+        if (value := getattr(combination, axis)) != first(axis):
+            told = f"{axis}={value} is of the training around a recipe"
+            raise ConfigError(f"{told}, on which {what} does not depend: leave it out")
+
+
 def values(combination: Combination, axis: str) -> tuple[str, ...]:
     """The values that the axis may have beside the other values of the combination: one value if
     the recipe does not depend on the axis."""

@@ -9,7 +9,7 @@ from megatron_fp4 import GemmRecipe, Quantizer, Recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
-from tools.sweep.axes import Combination, check, estimates
+from tools.sweep.axes import Combination, check, check_of_recipe, estimates
 
 THREE_QUARTERS = 3 / 4  # the prescale of "Training LLMs with MXFP4", arXiv 2502.20586
 INFLATED = 17 / 16  # above the largest relative error of a scale of three mantissa bits
@@ -112,8 +112,11 @@ def _hadamard(c: Combination, gemm: str) -> Hadamard | None:
 
 def combined(**chosen: str) -> Recipe:
     """The recipe of the combination with these values, for --fp4-recipe
-    tools.sweep.building:combined; options are axes. Raises ConfigError as recipe_of."""
-    return recipe_of(Combination(**chosen))
+    tools.sweep.building:combined; options are axes. Raises ConfigError as recipe_of, and for a
+    value of the training around a recipe, which the launch's own flags are for."""
+    combination = Combination(**chosen)
+    check_of_recipe(combination, "a recipe")
+    return recipe_of(combination)
 
 
 combined.__signature__ = inspect.signature(Combination)  # type: ignore[attr-defined]

@@ -64,23 +64,29 @@ class Finding:
         return found
 
     def verdict(self, scores: Scores, by_seed: Sequence[Scores]) -> str:
-        """Whether scores support the claim.
-
-        The change helps, or harms, if the interval of the mean difference is below 0, or above, and
-        the mean is so with each seed by itself. A claim that it helps is "held" if it helps and
-        "not held" if it harms; a claim that it does not help the other way round. All else is "not
-        decided". by_seed: the scores of each seed.
-        """
+        """Whether scores support the claim: see `verdict_of`. by_seed: the scores of each seed."""
         differences = self.differences(scores)
         if len(differences) < FEWEST:
             return "not decided"
-        low, high = interval_of_mean(differences)
         means = [statistics.mean(self.differences(each)) for each in by_seed]
-        if high < 0 and max(means) < 0:
-            return "held" if self.helps else "not held"
-        if low > 0 and min(means) > 0:
-            return "not held" if self.helps else "held"
-        return "not decided"
+        return verdict_of(differences, means, helps=self.helps)
+
+
+def verdict_of(differences: list[float], means: list[float], *, helps: bool = True) -> str:
+    """What differences of losses say of a claim that a change helps, or that it does not.
+
+    The change helps, or harms, if the interval of the mean difference is below 0, or above, and the
+    mean is so with each seed by itself. A claim that it helps is "held" if it helps and "not held"
+    if it harms; a claim that it does not help the other way round. All else is "not decided".
+
+    differences: of pairs, FEWEST or more. means: of each seed. helps: what is claimed.
+    """
+    low, high = interval_of_mean(differences)
+    if high < 0 and max(means) < 0:
+        return "held" if helps else "not held"
+    if low > 0 and min(means) > 0:
+        return "not held" if helps else "held"
+    return "not decided"
 
 
 def _has(combination: Combination, values: Values) -> bool:

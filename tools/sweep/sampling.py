@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 
 from megatron_fp4.errors import ConfigError
 from tools.sweep import factorial, words
-from tools.sweep.axes import AXES, Combination, draw, line, settled, with_values
+from tools.sweep.axes import AXES, Combination, check, draw, line, settled, with_values
 
 DIRECTED = "directed"  # in place of a star's key, in results
 
@@ -40,20 +41,25 @@ def sample(number: int, seed: int) -> dict[Combination, str]:
     return found
 
 
-def directed(chosen: Mapping[str, str]) -> tuple[dict[Combination, str], int]:
-    """The product of values, each with the star DIRECTED, and the number of those left out.
+def directed(chosen: Mapping[str, str]) -> tuple[dict[Combination, str], list[str]]:
+    """The product of values, each with the star DIRECTED, and for each that is left out why.
 
     chosen: by axis its values, with commas. All other axes are at their first value, or at the
     first that goes with the others. Combinations whose values contradict each other are left out.
     Raises ConfigError for an axis or value that does not exist, and if all are left out.
     """
     every = list(product(*(dict.fromkeys(each.split(",")) for each in chosen.values())))
-    found = {}
+    found: dict[Combination, str] = {}
+    reasons: list[str] = []
     for values in every:
         wanted = dict(zip(chosen, values, strict=True))
-        each = settled(with_values(wanted))
-        if all(getattr(each, axis) == value for axis, value in wanted.items()):
+        each = replace(settled(with_values(wanted)), **wanted)
+        try:
+            check(each)
+        except ConfigError as error:
+            reasons.append(str(error))
+        else:
             found[each] = DIRECTED
     if not found:
-        raise ConfigError("these values contradict each other: try says how")
-    return found, len(every) - len(found)
+        raise ConfigError(f"these values contradict each other: {reasons[0]}")
+    return found, reasons

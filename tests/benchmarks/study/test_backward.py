@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.study import matrix, results, tables
 from benchmarks.study.__main__ import default_results
 from benchmarks.study.gaps import Gap, gap
+from tools.sweep.findings import interval_of_mean, verdict_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = " ".join((ROOT / "docs/design-space.md").read_text().split())
@@ -68,6 +69,46 @@ def test_the_backward_pass_under_ue5m3_scales() -> None:
         f"raises the loss in each of them, by {turned.mean:.4f}.",
     ):
         assert said in PAGE, said
+
+
+def told(found: Gap) -> str:
+    """The mean, Student's interval over the seeds, and the range of the seeds."""
+    losses = list(found.by_seed.values())
+    low, high = interval_of_mean(losses)
+    assert len(losses) == 3
+    seeds = f"by seed {min(losses):+.4f} to {max(losses):+.4f}"
+    return f"{found.mean:+.4f} ({low:+.4f} to {high:+.4f}; {seeds})"
+
+
+def verdict(found: Gap) -> str:
+    """The sweep's verdict on the claim that a change lowers the loss. Pairs are the seeds."""
+    losses = list(found.by_seed.values())
+    return verdict_of(losses, losses)
+
+
+def test_stochastic_rounding_of_all_operands_as_in_the_paper() -> None:
+    needed, beside = longer(UE5M3 + OF_ALL, UE5M3), longer(UE5M3 + OF_ALL + TURNED, UE5M3 + TURNED)
+    both, of_e8m0 = (longer(each + OF_ALL + TURNED, each) for each in (UE5M3, E8M0))
+    three = longer(UE5M3 + OF_ALL + TURNED, E8M0)
+    found = [needed, beside, both, of_e8m0, three]
+    assert [verdict(each) for each in found] == ["not decided"] * 5
+    for said in (
+        f"the longer runs have {told(needed)} without a transform, and {told(beside)} beside a "
+        "Hadamard transform. So whether UE5M3 needs it is not decided.",
+        f"together change the loss by {told(both)}, and under E8M0 scales by {told(of_e8m0)}.",
+        f"UE5M3 scales with all three are at {told(three)}. None of these three is decided.",
+    ):
+        assert said in PAGE, said
+    second = "forward=bf16"  # number 2 of the frontiers
+    assert not any(second in recipe for recipe in matrix.read("backward-3M").runs[0].recipes)
+
+
+def test_seeds_that_differ_little_decide() -> None:
+    """The control: the same mean as of all three together, with a tenth of its spread."""
+    three = longer(UE5M3 + OF_ALL + TURNED, E8M0)
+    near = {seed: 0.9 * three.mean + 0.1 * loss for seed, loss in three.by_seed.items()}
+    assert verdict(Gap(near)) == "held"
+    assert verdict(Gap({seed: -loss for seed, loss in near.items()})) == "not held"
 
 
 def test_the_best_trade_on_fresh_seeds() -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fp4 import ConfigError, get_recipe
 from tools import rows
 from tools.sweep import __main__, llama, results, tensors
 from tools.sweep.axes import Combination
-from tools.sweep.stages import STAGES, digits
+from tools.sweep.stages import STAGES, digits, regression
 
 ROOT = Path(__file__).parents[3]
 COMMITTED = __main__.RESULTS.read_bytes().splitlines(keepends=True)
@@ -149,6 +150,39 @@ def test_a_try_of_bf16_and_of_fp8(
     assert "score: +0.00000" not in told
 
 
+@pytest.mark.parametrize(
+    ("words", "of_what"),
+    [
+        (["try", "products"], "stage products"),
+        (["run", "draws", "--results", "none.jsonl"], "stage draws"),
+        (["cost"], "the cost"),
+    ],
+)
+@pytest.mark.parametrize("value", ["optimizer=stable-spam", "loss_scale=65536"])
+def test_the_training_around_a_recipe_is_refused_without_training(
+    words: list[str], of_what: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main([*words, "block=16", value]) == 2
+    assert capsys.readouterr().err == (
+        f"sweep: {value} is of the training around a recipe, on which {of_what} does not depend: "
+        "leave it out\n"
+    )
+    axis, _, given = value.partition("=")
+    with pytest.raises(ConfigError, match="on which a recipe does not depend: leave it out"):
+        get_recipe("tools.sweep.building:combined", **{axis: given})
+
+
+def test_a_try_prints_one_score(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where BF16 is trained otherwise than what it is compared with."""
+    monkeypatch.setattr(regression, "STEPS", 5)
+    for values in ([], ["loss_scale=65536"], ["optimizer=stable-spam"]):
+        words = ["try", "regression", "forward=bf16", "backward=bf16", *values]
+        assert __main__.main(words) == 0
+        assert capsys.readouterr().out.count("score: ") == 1
+
+
 def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The product of the values; E8M0 has no tensor scale. E4M3 has its own first rules."""
     path = tmp_path / "mine.jsonl"
@@ -156,7 +190,8 @@ def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFix
     values = ["scale=e8m0,e4m3", "outer_scale=none,tensor", "block=16"]
     assert __main__.main([*run, *values, "--results", str(path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "sweep: left out 1 of 4, whose values contradict each other",
+        "sweep: left out 1 of 4, whose values contradict each other; the first: outer_scale=tensor "
+        "does not go with scale=e8m0 (the default): give outer_scale=none or row",
         "sweep: 3 of 3 have results of products, of which 0 failed",
     ]
     found = {Combination(**row["combination"]) for row in results.read(path)}
@@ -166,7 +201,10 @@ def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert __main__.main(["show", "--results", str(path), "--study", "none"]) == 0
     assert "`block=16`" in capsys.readouterr().out
     refusals = {
-        ("scale=e8m0", "rule=up"): "these values contradict each other: try says how",
+        ("scale=e8m0", "rule=up"): (
+            "these values contradict each other: rule=up does not go with scale=e8m0 (the default)"
+            ": give rule=floor or ceil or mse"
+        ),
         ("scale=e8m0,e9m0",): "scale has no value 'e9m0': e8m0, e4m3, ue5m3, fp32",
         ("scale=e8m0", "--seed", "3"): (
             "--number and --seed are of a sample: leave them out, or axis=value"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import GemmRecipe, Recipe, linear
-from megatron_fp4.arithmetic.formats import UE5M3
+from megatron_fp4.arithmetic.estimators import Estimator
+from megatron_fp4.arithmetic.formats import E2M1, UE5M3, Fp4, ScaleFloat
 from megatron_fp4.arithmetic.hadamard import Hadamard, transform
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.makers import pytorch
 from tests.tools.sweep.test_axes import QUARTET, RHT, TETRAJET
-from tools.sweep.axes import Combination
+from tools.sweep.axes import AXES, Combination
 from tools.sweep.stages import diffusion, digits, draws, products, regression
 from tools.sweep.stages.training import train
 from tools.sweep.tensors import Recorded
@@ -155,26 +157,55 @@ def test_a_transform_along_the_other_axis_is_seen(
     assert max(errors.values()) <= 1e-6
 
 
-def test_an_estimator_does_something_below_the_maximum() -> None:
-    """There a mask made each estimator straight-through for magnitudes below 6."""
-    plain = products.multiplied(products.recipe_of(DGE_BASE), recorded()[0], 1)
-    estimated = products.multiplied(products.recipe_of(DGE), recorded()[0], 1)
-    assert relative(estimated["dw"], plain["dw"]) > 0.1
-    assert torch.equal(estimated["dx"], plain["dx"])
+def check_below_the_maximum(form: str) -> None:
+    """Raises AssertionError if an estimator of W is straight-through where nothing is clipped."""
+    plain = products.multiplied(products.recipe_of(CEIL), recorded()[0], 1)
+    estimated = products.recipe_of(replace(CEIL, estimator=form))
+    found = products.multiplied(estimated, recorded()[0], 1)
+    assert torch.equal(found["dx"], plain["dx"])
+    assert relative(found["dw"], plain["dw"]) > 0.1
+
+
+@pytest.mark.parametrize("form", AXES["estimator"][1:])
+def test_an_estimator_does_something_below_the_maximum(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_below_the_maximum(form)
+    right = Estimator.factor
+
+    def masked(self: Estimator, scaled: Tensor, of: Fp4 = E2M1) -> Tensor:
+        """The mistake: a mask makes the estimator straight-through for magnitudes below 6. So dW is
+        that without an estimator, but for the few elements of W that are 6."""
+        slope = right(self, scaled, of)
+        return torch.where(scaled.abs() < of.max, torch.ones_like(slope), slope)
+
+    monkeypatch.setattr(Estimator, "factor", masked)
+    with pytest.raises(AssertionError, match="> 0.1"):
+        check_below_the_maximum(form)
+
+
+def check_three_bits_of_mantissa(scale: ScaleFloat) -> None:
+    """Raises AssertionError if a format of scales has not 8 values in each octave."""
+    values = scale.decode(torch.arange(256).to(torch.uint8), torch.float64)
+    for octave in range(-10, 10):
+        within = (values >= 2.0**octave) & (values < 2.0 ** (octave + 1))
+        assert len(values[within]) == 8, octave
 
 
 def test_ue5m3_has_three_bits_of_mantissa() -> None:
-    """There it had two: 4 values in each octave instead of 8."""
+    check_three_bits_of_mantissa(UE5M3)
     values = UE5M3.decode(torch.arange(256).to(torch.uint8), torch.float64)
-    values = values[values.isfinite()]
-    assert len(values[(values >= 1) & (values < 2)]) == 8
-    assert values.max() == 61440 and values[values > 0].min() == 2**-17
+    assert values.nan_to_num().max() == 61440 and values[values > 0].min() == 2**-17
+    e5m2 = ScaleFloat("e5m2", mantissa_bits=2, bias=15, max=57344.0, nan=0x7F)  # the mistake
+    octave = e5m2.decode(torch.arange(60, 64).to(torch.uint8), torch.float64)
+    assert octave.tolist() == [1, 1.25, 1.5, 1.75]
+    with pytest.raises(AssertionError, match="== 8"):
+        check_three_bits_of_mantissa(e5m2)
 
 
 LATER = {"scale": "ue5m3", "block": "16", "outer_scale": "tensor"}
 BF16 = Combination(forward="bf16", backward="bf16")
-DGE_BASE = Combination(rule="ceil", backward_rule="ceil", operands="forward")
-DGE = Combination(rule="ceil", backward_rule="ceil", operands="forward", estimator="dge")
+CEIL = Combination(rule="ceil", backward_rule="ceil", operands="forward")  # nothing is clipped
 
 
 def relative(found: Tensor, reference: Tensor) -> float:

@@ -44,9 +44,14 @@ class Classifier(nn.Module):
 
 def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> Figures:
     """ "loss": the held-out cross-entropy."""
+    return {"loss": held_out_loss(Classifier, combination, seed)}
+
+
+def held_out_loss(kind: type[Classifier], combination: Combination, seed: int) -> float:
+    """The held-out cross-entropy of a classifier of this kind, after its training."""
     images, labels, held_out, held_out_labels = digits()
     torch.manual_seed(seed)
-    model, source = Classifier(combination, seed), torch.Generator().manual_seed(seed)
+    model, source = kind(combination, seed), torch.Generator().manual_seed(seed)
 
     def loss(_: int) -> Tensor:
         chosen = torch.randint(len(images), (BATCH,), generator=source)
@@ -56,7 +61,7 @@ def evaluate(combination: Combination, recorded: list[Recorded], seed: int) -> F
     fixed = torch.Generator().manual_seed(0)  # the same noise for every combination and seed
     with torch.no_grad():
         logits = model(_noisy(held_out.repeat(TESTED, 1), fixed))
-    return {"loss": float(cross_entropy(logits, held_out_labels.repeat(TESTED)))}
+    return float(cross_entropy(logits, held_out_labels.repeat(TESTED)))
 
 
 def _noisy(images: Tensor, source: torch.Generator) -> Tensor:
