@@ -203,7 +203,7 @@ def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFix
     refusals = {
         ("scale=e8m0", "rule=up"): (
             "these values contradict each other: rule=up does not go with scale=e8m0 (the default)"
-            ": give rule=floor or ceil or mse"
+            ": give rule=floor or ceil or mse or nearest"
         ),
         ("scale=e8m0,e9m0",): "scale has no value 'e9m0': e8m0, e4m3, ue5m3, fp32",
         ("scale=e8m0", "--seed", "3"): (
