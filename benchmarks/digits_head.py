@@ -50,7 +50,8 @@ class _InBF16(nn.Linear):
 
 
 class HeadInBF16(digits.Classifier):
-    """The stage's classifier with the last linear in BF16."""
+    """The classifier of stage `digits`, with the same first weights, whose last linear multiplies
+    in BF16."""
 
     def __init__(self, combination: Combination, seed: int) -> None:
         super().__init__(combination, seed)
@@ -63,7 +64,8 @@ HEADS = {"float32": digits.Classifier, "bf16": HeadInBF16}
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """For each combination its held-out losses, by the dtype of the last linear and by seed."""
+    """Trains each combination with both kinds of last linear, from each seed, and yields one row a
+    combination: {"combination": ..., "float32": {seed: held-out loss}, "bf16": the same}."""
     for each in COMBINATIONS:
         losses = {
             head: {

@@ -119,9 +119,10 @@ def mx_block(
     prescale: Fraction = Fraction(1),
     grid: list[Fraction] = GRID,
 ) -> tuple[int, list]:
-    """(E8M0 byte, codes) of the values of one block of 4-bit elements, rounded to nearest.
+    """Quantizes the values of one block to 4-bit elements, rounded to nearest.
 
-    rule: "floor", "ceil" or "nearest".
+    Returns the byte of the block's E8M0 scale, and the elements' codes. rule: how the scale follows
+    from the largest magnitude, "floor", "ceil" or "nearest".
     """
     maximum = max((abs(v) if not math.isnan(v) else math.inf) for v in block)
     byte = e8m0_byte(maximum, rule, grid[-1])

@@ -61,7 +61,9 @@ class Random(NamedTuple):
 class Rounding(NamedTuple):
     """How a matrix is quantized: the fields of `Quantizer` that the kernels read.
 
-    BLOCK: the elements that share a scale, 16 or 32. RULE: of E8M0 scales. AVERAGED: rounding ema.
+    BLOCK: the number of elements that share a scale, 16 or 32. RULE: the quantizer's `rule`, by
+    which a block's E8M0 scale follows from its largest magnitude. STOCHASTIC, AVERAGED: whether its
+    `rounding` is stochastic, or ema. PRESCALE: its `prescale`.
     """
 
     BLOCK: int

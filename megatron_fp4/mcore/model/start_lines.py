@@ -17,12 +17,12 @@ from megatron_fp4.recipe import Recipe
 
 
 class SentGradients(NamedTuple):
-    """How much is sent of gradients in a step, of either dense parameters or experts.
+    """The bytes of gradients that ranks send in a step, of either dense parameters or experts.
 
-    ranks: the number of data-parallel ranks that have a copy of these parameters. What follows is
-    of one rank, or the sum over several. elements: the number of these parameters on the rank.
-    to_owners: the bytes of gradients that it sends to the ranks that sum them. to_all: the bytes of
-    sums that it sends to the other ranks.
+    ranks: the number of data-parallel ranks that have a copy of these parameters. The other fields
+    are those of one rank, or sums over several ranks. elements: the number of parameters.
+    to_owners: the bytes of gradients that are sent to the ranks that sum them. to_all: the bytes of
+    sums that are sent to the other ranks.
     """
 
     ranks: int

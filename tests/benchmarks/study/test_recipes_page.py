@@ -45,13 +45,18 @@ def step_of(name: str) -> recipe_facts.Speed | None:
     return recipe_facts.step_of(name, recipe_named(name))
 
 
-def of_3m(name: str) -> Gap:
-    """The held-out loss of a recipe minus BF16's in the matrix recipes-3M."""
-    rows, _ = recipes_page._small("recipes-3M")
-    [cell] = tables.cells(rows)
+def of_study(study: str, name: str, rate: float) -> Gap:
+    """The held-out loss of a recipe minus BF16's in a matrix, at a learning rate."""
+    rows, _ = recipes_page._small(study)
+    [cell] = [cell for cell in tables.cells(rows) if cell.learning_rate == rate]
     own = gap(rows, cell, name, BF16)
     assert own is not None
     return own
+
+
+def of_3m(name: str) -> Gap:
+    """The held-out loss of a recipe minus BF16's in the matrix recipes-3M."""
+    return of_study("recipes-3M", name, 0.0015)
 
 
 def of_60m(name: str) -> Gap:
@@ -64,10 +69,8 @@ def of_60m(name: str) -> Gap:
 
 def of_rate(name: str, rate: float) -> float:
     """The held-out loss of a recipe minus BF16's in the matrix rates-26M."""
-    rows, _ = recipes_page._small("rates-26M")
-    [cell] = [cell for cell in tables.cells(rows) if cell.learning_rate == rate]
-    own = gap(rows, cell, OWN.get(name, name), BF16)
-    assert own is not None and list(own.by_seed) == [1]
+    own = of_study("rates-26M", OWN.get(name, name), rate)
+    assert list(own.by_seed) == [1]
     return own.mean
 
 
