@@ -41,7 +41,7 @@ FEW_BITS = (
 )
 # Steps of other commits, to which no rate is fitted but those of converting gradients.
 OTHERS = (
-    *("few-bits-one", *FEW_BITS, "parallel-four-upstream"),
+    *("few-bits-one", *FEW_BITS, "parallel-four-upstream", "parallel-two-graphs"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8", "parallel-te-beside", "parallel-four-beside"),
     "finalists-step",

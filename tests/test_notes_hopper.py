@@ -154,8 +154,14 @@ def of_transformer_engine() -> list[str]:
         for ms in own
     ]
     assert all(abs(ratio - 1) < 0.01 for ratio in within)
+    own, theirs = (
+        [row["ms"] for row in result(f"te-turns{beside}")["rows"]] for beside in ("-beside", "")
+    )
+    assert all(abs(a / b - 1) < 0.01 for a, b in zip(own, theirs, strict=True))
+    turns = [f"{ms[0]:.0f}, {ms[1]:.0f} and {ms[2]:.0f} ms" for ms in (own, theirs)]
     lower = fused[0][0]["peak_gib"] - result("te-fused-beside")["rows"][0]["peak_gib"]
     return [
+        f"`tetrajet` takes {turns[0]}, and `te fp8 delayed` with fused operations {turns[1]}",
         f"`tetrajet` takes {w} and {x} ms, `te fp8 delayed` with fused operations between them "
         f"{a} ms, and without them {b} ms; again, {y} and {z}, {c} and {d} ms",
         f"Its peak is {lower:.1f} GiB lower than with fused operations",

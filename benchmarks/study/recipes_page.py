@@ -18,7 +18,7 @@ from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_o
 from benchmarks.study.recipe_facts import words as words_of
 from benchmarks.study.sizes import SIZES
 from megatron_fp4 import Recipe, list_recipes
-from megatron_fp4.estimate.plans import recipe_named
+from megatron_fp4.estimate.plans import BF16 as UNQUANTIZED
 from tools import pages
 from tools.pages import table
 from tools.rows import Row
@@ -58,8 +58,10 @@ class Comparison:
 
     @cached_property
     def registered(self) -> list[str]:
-        """The registered recipes, as `_in_order` has them."""
-        return self._in_order(list_recipes())
+        """The registered recipes, those that were run with options too, as `_in_order` has them."""
+        return self._in_order(
+            [*list_recipes(), *(n for n in tables.recipes(self.rows) if "," in n)]
+        )
 
     @cached_property
     def others(self) -> list[str]:
@@ -147,7 +149,7 @@ def loss_table(found: Comparison, names: list[str]) -> list[str]:
         if name == BF16:
             line = [f"`{BF16}`", "", "0", "1", ""]
         line += [_in_cell(found, name, cell) for cell in others]
-        body.append([*line, *speed(name, "../"), *_bits(recipe_named(name))])
+        body.append([*line, *speed(name, "../"), *_bits(_recipe(name))])
     return table(heads, body)
 
 
@@ -167,9 +169,14 @@ def _in_cell(found: Comparison, name: str, cell: Cell) -> str:
     return "0" if name == BF16 else _gap_and_seeds(found.gap(name, cell))
 
 
+def _recipe(name: str) -> Recipe:
+    """The recipe of a row: BF16's quantizes nothing."""
+    return UNQUANTIZED if name == BF16 else matrix.recipe_of(name)
+
+
 def words_table(names: list[str]) -> list[str]:
     """What each recipe quantizes."""
-    body = [[_linked(name, "../"), *words_of(recipe_named(name))] for name in names]
+    body = [[_linked(name, "../"), *words_of(_recipe(name))] for name in names]
     return table(["recipe", "fprop", "dgrad", "wgrad", "besides"], body)
 
 
@@ -234,7 +241,7 @@ def speed(name: str, up: str) -> list[str]:
 
     up: the way from the page to the root, for links.
     """
-    if (step := step_of(name, recipe_named(name))) is not None:
+    if (step := step_of(name, _recipe(name))) is not None:
         first, *later = (f"{up}benchmarks/results/{file}.json" for file in step.files)
         others = [file for file in later if file != first]
         phases = f" by [phases]({others[-1]})" if others else " by phases" if later else ""

@@ -145,4 +145,5 @@ def test_gemms_of_one_step_differ_between_runs() -> None:
 
 
 def _has_graphs(row: dict[str, Any]) -> bool:
-    return "graph" in row["name"]
+    """Whether the peak is in the optimizer: layers never run without graphs beside its state."""
+    return "graph" in row["name"] and row["name"] != "bf16, graphs"

@@ -39,7 +39,6 @@ COMMITTED = {
     "rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
     "low-rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
-    "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
     "recipes-3M": ("docs/study.md", "NVIDIA H200"),
 }
 
@@ -49,6 +48,7 @@ UNFINISHED = {
     "recipes": "docs/study.md",
     "rates-26M": "docs/study.md",
     "same-loss-3M": "docs/study.md",
+    "sweep-best": "docs/design-space.md",
     "sizes": "docs/study.md",
 }  # tables of the runs so far
 PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED
