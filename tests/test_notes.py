@@ -162,7 +162,12 @@ def of_recipes_on_the_host() -> list[str]:
     [there] = {
         f"{again[0][f'linear_{n}'] / again[0][f'torch linear_{n}']:.1f}" for n in ("fc1", "fc2")
     }
+    plain, ours = again[0], next(row for row in again if row["name"] == "tetrajet")
+    more = [[f"{ours[f'{of}linear_{n}'] / plain[f'{of}linear_{n}']:.1f}" for n in ("fc1", "fc2")]
+            for of in ("", "torch ")]  # fmt: skip
     return [
+        f"`tetrajet` takes {more[0][0]} and {more[0][1]} times as many microseconds as Megatron's "
+        f"BF16 linear, in a process whose torch linear takes {more[1][0]} and {more[1][1]} times",
         f"Megatron's BF16 linear takes {there} times as long as torch's there, as in the first of "
         f"the runs above, and {min(alone):.1f} to {max(alone):.1f} times in the later ones",
         f"take at most {max(fast.values()):.2f} times the time of the faster BF16 linear",

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def load() -> Any:
                 build_directory=str(folder),
                 with_cuda=False,
             )
-    except RuntimeError as error:
+    except (RuntimeError, SubprocessError) as error:  # the latter of a compiler that does not run
         raise CannotBuild(f"{_cause(str(error))}; {_TOOLS}") from error
     except (OSError, ImportError) as error:
         raise CannotBuild(f"{_cause(str(error))}; {_ANOTHER_FOLDER}") from error

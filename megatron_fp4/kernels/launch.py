@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -67,16 +66,6 @@ def options_of(kernel: Any, **others: Any) -> dict[str, Any]:
     return others | {"enable_fp_fusion": kernel.fp_fusion}
 
 
-def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any) -> Any:
-    """Launches a kernel through Triton, which inspects the arguments, and returns what it compiled.
-
-    constants: the constants of the kernel by name, and options (num_warps, ...).
-    """
-    if current.recorder is not None:
-        current.recorder.refuse(f"Triton's own launcher runs {kernel.__name__}")
-    return kernel[grid](*arguments, **options_of(kernel, **constants))
-
-
 def planned[Plan: Callable[..., Any]](launches: Plan) -> Plan:
     """Caches what a function makes for sizes and formats.
 
@@ -96,16 +85,6 @@ def in_words(x: Tensor) -> Tensor:
     if not x.is_contiguous() or x.data_ptr() % (2 * x.element_size()):
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def on(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which x's GPU is the current one."""
-    if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(x.device)
-
-
-_HERE = nullcontext()
 
 
 def kept(

@@ -9,11 +9,12 @@ exact and slow.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.kernels.launch import kernel, on, run, tiles
+from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 
 TILE_M, TILE_N, TILE_K = 128, 128, 128
 BAND = 8  # rows of tiles that share each column of tiles, so that b's tiles stay in the cache
@@ -71,14 +72,14 @@ def product_kernel(
     m,
     n,
     k,
-    alpha,
+    ALPHA: tl.constexpr,
     ADDS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Computes one tile of D = alpha a b^T.
+    """Computes one tile of D = ALPHA a b^T.
 
     a_ptr, b_ptr: codes uint8 [m, k / 2] and [n, k / 2].
     a_scales_ptr, b_scales_ptr: uint8 [m, k / 32] and [n, k / 32].
@@ -93,7 +94,8 @@ def product_kernel(
         a, a_scales = _operand(a_ptr, a_scales_ptr, rows, m, start, k, TILE_K)
         b, b_scales = _operand(b_ptr, b_scales_ptr, columns, n, start, k, TILE_K)
         total = tl.dot_scaled(a, a_scales, "e2m1", tl.trans(b), b_scales, "e2m1", total)
-    total *= alpha
+    if ALPHA != 1.0:
+        total *= ALPHA
     places = out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :]
     there = (rows < m)[:, None] & (columns < n)[None, :]
     if ADDS:
@@ -117,18 +119,14 @@ def product(
     """
     (codes, scales), (others, other_scales) = a, b
     m, n, k = len(codes), len(others), 32 * scales.shape[1]
-    grid = (tiles(m, TILE_M) * tiles(n, TILE_N),)
-    with on(codes):
-        run(
-            product_kernel,
-            grid,
-            [codes, scales, others, other_scales, out, m, n, k, alpha],
-            ADDS=accumulates,
-            TILE_M=TILE_M,
-            TILE_N=TILE_N,
-            TILE_K=TILE_K,
-            BAND=BAND,
-            num_warps=WARPS,
-            num_stages=STAGES,
-        )
+    launch = _launch(m, n, k, alpha, out.dtype, accumulates)
+    launch(codes.device, codes, scales, others, other_scales, out, m, n, k)
     return out
+
+
+@planned
+def _launch(m: int, n: int, k: int, alpha: float, dtype: torch.dtype, adds: bool) -> Launch:
+    constants = dict(ALPHA=alpha, ADDS=adds, TILE_M=TILE_M, TILE_N=TILE_N, TILE_K=TILE_K, BAND=BAND)
+    types = *(torch.uint8,) * 4, dtype, m, n, k
+    grid = (tiles(m, TILE_M) * tiles(n, TILE_N),)
+    return Launch(product_kernel, grid, types, constants, num_warps=WARPS, num_stages=STAGES)

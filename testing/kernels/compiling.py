@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from triton.compiler import ASTSource
 
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import carrier
-from megatron_fp4.kernels.launch import NUMBERS, Launch, _like, options_of
+from megatron_fp4.kernels.launch import NUMBERS, Launch, _like
 from megatron_fp4.kernels.quantize import _quantize_launch
 
 NAMES = {
@@ -135,38 +134,6 @@ def _type_of(kind: Any) -> Any:
     if isinstance(kind, tuple):
         return _like(kind, [_type_of(each) for each in kind])
     return "constexpr" if kind == 1 else "i32"  # Triton makes a constant of an argument that is 1
-
-
-def compiled(
-    kernel: Any,
-    types: dict[str, str],
-    capability: int,
-    constants: dict[str, Any],
-    aligned: Iterable[str] = (),
-    **options: Any,
-) -> Any:
-    """As `compiled_launch`, for a kernel that is launched by `launch.run` and not by a Launch.
-
-    types: Triton's type of each argument that is not an int32, by name.
-    constants: the kernel's constants by name; others are ignored.
-    aligned: the names of arguments that are multiples of 16.
-    options: num_warps and so on; they replace those of the kernel.
-    """
-    names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = set(aligned) - set(constants)
-    attributes = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=options_of(kernel) | options).asm
-
-
-def pointers(kernel: Any) -> list[str]:
-    """The names of a kernel's pointers, for `aligned` of `compiled`: PyTorch aligns its memory."""
-    return [name for name in kernel.arg_names if name.endswith("_ptr")]
 
 
 def sass(cubin: bytes) -> str:

@@ -34,8 +34,11 @@ SIZE = 256
 RECIPES = ("tetrajet", "mxfp4")
 
 
-def pretend_hopper() -> None:
-    """Makes this process plan linears on the CPU for a Hopper GPU, and launch nothing."""
+def pretend_gpu(capability: tuple[int, int] = (9, 0)) -> None:
+    """Makes this process plan linears on the CPU for a GPU, and launch nothing.
+
+    capability: the GPU's, by default Hopper's.
+    """
     patched: Any = launch
     patched.Launch._compile = lambda self, aligned: launch._Compiled(None, _launched, ())
     patched = torch._C
@@ -50,7 +53,7 @@ def pretend_hopper() -> None:
     patched = base
     patched._has_scale_kernel = lambda product, dtype: True
     patched = plan_cache
-    patched.target_of = lambda device: Target("cuda", (9, 0), None)
+    patched.target_of = lambda device: Target("cuda", capability, None)
 
 
 def _launched(*arguments: Any) -> None:
@@ -112,7 +115,7 @@ def public(name: str) -> Callable[[], None]:
 
 
 def main() -> None:
-    pretend_hopper()
+    pretend_gpu()
     found = {}
     for make in (of_megatron, public):
         for name in RECIPES:

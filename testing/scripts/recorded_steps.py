@@ -1,9 +1,10 @@
-"""Lists what the recorded passes of a linear run on a Hopper GPU, beside kernels and products.
+"""Lists what the recorded passes of a linear run on a GPU, beside kernels and products.
 
-    python -m testing.scripts.recorded_steps [RECIPE...]
+    python -m testing.scripts.recorded_steps [CAPABILITY [RECIPE...]]
 
-No GPU is needed: see `host_calls.pretend_hopper`. Each operator of PyTorch in a recording is called
-through the dispatcher whenever C++ repeats the pass, which takes the host longer than a launch.
+CAPABILITY: of the GPU, 9.0 by default, Hopper's. No GPU is needed: see `host_calls.pretend_gpu`.
+Each operator of PyTorch in a recording is called through the dispatcher whenever C++ repeats the
+pass, which takes the host longer than a launch.
 
 Prints JSON: for each recipe and pass the number of launches, of products by cuBLASLt, and the names
 of the operators of PyTorch. The passes are those that make W's operands, and then those that read
@@ -27,7 +28,7 @@ from megatron_fp4.cpp.recorder import Called, Launched, Multiplied, Recording, r
 from megatron_fp4.execution.autograd import LinearFunction
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
-from testing.scripts.host_calls import pretend_hopper
+from testing.scripts.host_calls import pretend_gpu
 
 SIZE = 256
 
@@ -103,8 +104,10 @@ def passes(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    pretend_hopper()
-    names = sys.argv[1:] or ["tetrajet", "fp8", "dge-occ", "nvfp4-nvidia"]
+    capability, *names = sys.argv[1:] or ["9.0"]
+    major, minor = map(int, capability.split("."))
+    pretend_gpu((major, minor))
+    names = names or ["tetrajet", "fp8", "dge-occ", "nvfp4-nvidia"]
     print(json.dumps({name: passes(name) for name in names}))
 
 

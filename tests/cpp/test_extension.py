@@ -76,6 +76,18 @@ def test_a_compiler_that_is_not_there_is_named(
                         "compiler by CXX")  # fmt: skip
 
 
+def test_a_compiler_that_does_not_run_is_named(
+    own_build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch asks the compiler for its version before it builds."""
+    broken = own_build / "broken-compiler"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    why = why_not()
+    assert "broken-compiler" in why and why.endswith("or name another compiler by CXX")
+
+
 def test_the_compilers_own_error_is_told(own_build: Path) -> None:
     why = why_not()
     assert "program.cpp:1:" in why and "error:" in why and "-MMD" not in why

@@ -16,12 +16,11 @@ from testing.scripts.recorded_steps import steps
 from testing.worlds.launch import ROOT
 
 
-@pytest.fixture(scope="module")
-def recorded() -> dict[str, Any]:
+def printed(*words: str) -> dict[str, Any]:
     """What testing/scripts/recorded_steps.py prints. It is a process of its own because it pretends
     to have a GPU."""
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "testing.scripts.recorded_steps"],
+        [sys.executable, "-W", "ignore", "-m", "testing.scripts.recorded_steps", *words],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -31,11 +30,32 @@ def recorded() -> dict[str, Any]:
     return dict(json.loads(ran.stdout))
 
 
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    return printed()
+
+
 @pytest.mark.parametrize("recipe", ["tetrajet", "fp8"])
 def test_quantized_operands_take_no_operator(recipe: str, recorded: dict[str, Any]) -> None:
     for name, found in recorded[recipe].items():
         assert found["operators"] == [], name
         assert found["products"] == (1 if name.startswith("forward") else 2)
+
+
+def test_blackwell_s_products_are_launches() -> None:
+    """Triton's GEMM of FP4 tensor cores is repeated as a kernel among others. Operators of PyTorch
+    look for NaN in the codes, which kernels do where carriers are made of them."""
+    found = printed("12.0", "tetrajet")["tetrajet"]
+    assert {name: each["launches"] for name, each in found.items()} == {
+        "forward, makes W": 3,  # quantize X and W, multiply
+        "backward, makes W": 5,  # quantize dY, X's codes and W's again, multiply twice
+        "forward, reads W": 2,
+        "backward, reads W": 4,
+    }
+    looking = ["eq.Scalar", "any.default", "stack.default", "_to_copy.default"] * 2
+    for name, each in found.items():
+        assert each["operators"] == looking * (1 if name.startswith("forward") else 2), name
+        assert each["products"] == 0
 
 
 def test_each_matrix_of_fp8_takes_two_launches(recorded: dict[str, Any]) -> None:

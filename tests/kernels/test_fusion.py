@@ -25,6 +25,7 @@ from megatron_fp4.kernels import (
     launch,
     low_bit_adamw,
     messages,
+    native,
     outliers,
     probe,
     ramping,
@@ -43,19 +44,15 @@ from testing.kernels.compiling import (
     E4M3,
     VARIANTS,
     carry_launch,
-    compiled,
     compiled_launch,
-    pointers,
 )
 
 FUSED = ("fma.rn.f32", "fma.rn.f64")
 
 VECTOR = Quantizer(scale="fp32", block=(1, 0), rule="absmax")
 INFLATED = replace(NVFP4, inflate=17 / 16, tensor_max=256.0, prescale=0.9)
-PRODUCT = {"ADDS": True, "TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "BAND": 8}
-# Of each kernel a launch, or the types of its arguments and constants, for which it has something
-# to fuse if it ever has.
-CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
+# Of each kernel a launch for which it has something to fuse if it ever has.
+CASES: dict[str, Launch] = {
     "averages.blend_kernel": averages._launch(4, torch.float32),
     "block_values.decode_kernel": block_values._launch(64, 64, INFLATED),
     "blocks.top_kernel": blocks._find_launch(
@@ -78,7 +75,7 @@ CASES: dict[str, Launch | tuple[dict[str, str], dict[str, Any]]] = {
         64, 256, "rows", "tensor", 1.5, torch.float32, True
     ),
     "signs.signs_kernel": signs._launch(64, False, True),
-    "native.product_kernel": ({"out_ptr": "*fp32", "alpha": "fp32"}, PRODUCT),
+    "native.product_kernel": native._launch(64, 64, 64, 0.5, torch.float32, True),
     "outliers.dense_kernel": outliers._dense_launch(64, 64, 4),
     "outliers.split_kernel": outliers._launch(64, 64, OutlierClamp(), True),
     "low_bit_adamw.adamw_kernel": low_bit_adamw._launch(4, Moments(), True, True, True),
@@ -107,13 +104,8 @@ def kernel_of(name: str) -> Any:
 
 
 def ptx(name: str, **options: Any) -> str:
-    kernel, case = kernel_of(name), CASES[name]
-    if isinstance(case, Launch):
-        assert case.kernel is kernel
-        return compiled_launch(case, 90, **options)["ptx"]
-    types, constants = case
-    known = dict.fromkeys(pointers(kernel), "*u8") | types
-    return compiled(kernel, known, 90, constants, pointers(kernel), **options)["ptx"]
+    assert CASES[name].kernel is kernel_of(name)
+    return str(compiled_launch(CASES[name], 90, **options)["ptx"])
 
 
 def sources() -> dict[str, ast.Module]:
@@ -158,9 +150,8 @@ def test_a_kernel_that_does_not_say_is_not_started() -> None:
         pass
 
     silent = triton.jit(silent_kernel)
-    for start in (lambda: Launch(silent, (1,), [], {}), lambda: launch.run(silent, (1,), [0])):
-        with pytest.raises(TypeError, match="silent_kernel.* says nothing about fusion"):
-            start()
+    with pytest.raises(TypeError, match="silent_kernel.* says nothing about fusion"):
+        Launch(silent, (1,), [], {})
 
 
 def test_kernels_are_started_in_one_place() -> None:

@@ -1,14 +1,14 @@
 """The native GEMM compiles to FP4 tensor cores' instructions, on a machine without them."""
 
 import re
-from typing import Any
 
 import pytest
+import torch
 
 from megatron_fp4.kernels import native
-from megatron_fp4.kernels.native import product_kernel
-from testing.kernels.compiling import compiled
+from testing.kernels.compiling import compiled_launch
 
+BF16, FP32 = torch.bfloat16, torch.float32
 # PTX has two names for it, of which Triton 3.9 takes the second for tcgen05.
 SCALE_FOR_32 = re.compile(r"kind::mxf4\S*\.block_scale\.(scale_vec::2X|block32)")
 TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|w?mma\.(?:sync|sp))\S*")
@@ -21,21 +21,15 @@ INSTRUCTIONS = {
 SIZES = {100: 128 * 128 * 64, 103: 128 * 128 * 64, 120: native.WARPS * 16 * 8 * 64}
 
 
-def assembly(capability: int, out: str, adds: bool) -> str:
-    constants: dict[str, Any] = {"ADDS": adds, "BAND": native.BAND}
-    constants |= {name: getattr(native, name) for name in ("TILE_M", "TILE_N", "TILE_K")}
-    types = {name: "*u8" for name in product_kernel.arg_names if name.endswith("_ptr")}
-    types |= {"out_ptr": out, "alpha": "fp32"}
-    # As at a launch: PyTorch's memory and the sizes of real matrices are multiples of 16.
-    aligned = [name for name in product_kernel.arg_names if name != "alpha"]
-    options = {"num_warps": native.WARPS, "num_stages": native.STAGES}
-    return compiled(product_kernel, types, capability, constants, aligned, **options)["ptx"]
+def assembly(capability: int, out: torch.dtype, adds: bool) -> str:
+    launch = native._launch(512, 256, 1024, 0.5 if adds else 1.0, out, adds)
+    return str(compiled_launch(launch, capability)["ptx"])
 
 
-@pytest.mark.parametrize(("out", "adds"), [("*bf16", False), ("*fp32", False), ("*fp32", True)])
+@pytest.mark.parametrize(("out", "adds"), [(BF16, False), (FP32, False), (FP32, True)])
 @pytest.mark.parametrize("capability", INSTRUCTIONS)
 def test_blackwell_multiplies_codes_with_block_scales(
-    capability: int, out: str, adds: bool
+    capability: int, out: torch.dtype, adds: bool
 ) -> None:
     """With as many instructions as a tile has products, and no product in BF16 or FP16 beside."""
     found = TENSOR_CORES.findall(assembly(capability, out, adds))
@@ -50,7 +44,7 @@ def test_blackwell_multiplies_codes_with_block_scales(
 @pytest.mark.parametrize(("capability", "instruction"), [(80, "mma.sync"), (90, "wgmma")])
 def test_other_gpus_decode_first(capability: int, instruction: str) -> None:
     """The control: no FP4 instruction there, and products in BF16, which are seen."""
-    ptx = assembly(capability, "*bf16", False)
+    ptx = assembly(capability, BF16, False)
     found = TENSOR_CORES.findall(ptx)
     assert "mxf4" not in ptx and found
     assert all(name.startswith(instruction) and ".bf16.bf16" in name for name in found)
