@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four GPUs")
 
 # Weights stand still, so that what differs in one step does not grow in the next.
 FLAGS = """
@@ -92,6 +93,7 @@ def test_the_bits_of_one_microbatch_would_be_noticed() -> None:
 
 # Four microbatches a step; rank 0 has two of them in flight, or more with virtual stages.
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
 
 
@@ -99,7 +101,7 @@ VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-ra
 @pytest.mark.parametrize(
     "layout",
     [
-        ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        TENSOR,
         tuple(OVERLAP),
         PIPELINE,
         VIRTUAL,
@@ -108,6 +110,12 @@ VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-ra
 )
 def test_graphs_train_on_two_gpus(layout: tuple[str, ...]) -> None:
     same_training(2, NOISY, *layout)
+
+
+@four_gpus
+@pytest.mark.parametrize("layout", [PIPELINE, VIRTUAL], ids=("pp2", "vpp2"))
+def test_graphs_train_under_tensor_and_pipeline_parallelism(layout: tuple[str, ...]) -> None:
+    same_training(4, NOISY, *TENSOR, *layout)
 
 
 ONE_GPU = ("--distributed-backend", "gloo")
