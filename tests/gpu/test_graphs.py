@@ -237,7 +237,7 @@ def test_graphs_train_each_phase_in_a_pipeline_on_one_gpu(layout: tuple[str, ...
 @two_gpus
 @pytest.mark.parametrize(
     "layout",
-    [("--tensor-model-parallel-size", "2", "--sequence-parallel"), tuple(OVERLAP), PIPELINE],
+    [TENSOR, tuple(OVERLAP), PIPELINE],
     ids=("tp2", "dp2", "pp2"),
 )
 def test_graphs_train_each_phase_on_two_gpus(layout: tuple[str, ...]) -> None:
