@@ -2,7 +2,7 @@
 
     torchrun ... pretrain_telling_graph_memory.py MISTAKE FLAGS ...
 
-It writes a line after each step, and one in the first step of each phase, when graphs have been
+Rank 0 writes a line after each step, and one in the first step of each phase, when graphs have been
 dropped and nothing is captured yet.
 
 none: no mistake. keep-pool: the uses of the graphs' pool of memory are not taken back.
@@ -41,6 +41,8 @@ def main() -> None:
 def _telling(upstream: Any, when: str) -> Any:
     def call(*given: Any, **named: Any) -> Any:
         found = upstream(*given, **named)
+        if torch.distributed.get_rank():
+            return found
         segments = torch.cuda.memory_snapshot()
         of_graphs = [each for each in segments if tuple(each["segment_pool_id"]) != OUTSIDE]
         size = sum(each["total_size"] for each in of_graphs)

@@ -244,15 +244,17 @@ def test_graphs_train_each_phase_on_two_gpus(layout: tuple[str, ...]) -> None:
     same_phases(2, 6, 2, PHASES, *layout)
 
 
-def memory_of_graphs(mistake: str, recipe: str) -> tuple[list[int], list[int]]:
+def memory_of_graphs(
+    mistake: str, recipe: str, ranks: int, *layout: str
+) -> tuple[list[int], list[int]]:
     """(after each of six steps, whenever graphs were dropped) the bytes that are reserved for
-    graphs, of layers whose tensors are larger than what GEMMs need beside them."""
+    graphs on rank 0, of layers whose tensors are larger than what GEMMs need beside them."""
     sizes = """
         --bf16 --num-layers 4 --hidden-size 1024 --ffn-hidden-size 4096
         --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 --train-iters 6
     """.split()
-    words = tiny_on_mock_data(*sizes, *RECIPE, recipe, *GRAPHS)
-    result = result_of(spawn(1, GRAPH_MEMORY, mistake, *words))
+    words = tiny_on_mock_data(*sizes, *RECIPE, recipe, *GRAPHS, *layout)
+    result = result_of(spawn(ranks, GRAPH_MEMORY, mistake, *words))
     assert result.status == 0, result.output[-4000:]
     steps, dropped = (
         [int(size) for size in re.findall(rf"memory of graphs, {when}: (\d+)", result.output)]
@@ -262,12 +264,19 @@ def memory_of_graphs(mistake: str, recipe: str) -> tuple[list[int], list[int]]:
     return steps, dropped
 
 
-def test_each_phase_gives_the_memory_of_graphs_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, ()), pytest.param(2, PIPELINE, marks=two_gpus)],
+    ids=("one", "pp2"),
+)
+def test_each_phase_gives_the_memory_of_graphs_back(
+    ranks: int, layout: tuple[str, ...], tmp_path: Path
+) -> None:
     """The third phase is the first recipe again, so that its graphs take as much as the first."""
     path = tmp_path / "again.yaml"
     phases = "{after: 0.3, recipe: mxfp4}, {after: 0.6, recipe: tetrajet}"
     path.write_text(f"base: tetrajet\nphases: [{phases}]\n")
-    steps, dropped = memory_of_graphs("none", str(path))
+    steps, dropped = memory_of_graphs("none", str(path), ranks, *layout)
     first = steps[0]
     assert first > 200 << 20  # else the test would see buffers of GEMMs alone
     assert steps[1] == first  # replays take nothing
@@ -275,7 +284,7 @@ def test_each_phase_gives_the_memory_of_graphs_back(tmp_path: Path) -> None:
     assert all(size < 1.25 * first for size in steps)
     assert steps[5] == pytest.approx(first, rel=0.1)
     # Negative control: memory that stays, of three captures.
-    steps, dropped = memory_of_graphs("keep-pool", str(path))
+    steps, dropped = memory_of_graphs("keep-pool", str(path), ranks, *layout)
     assert dropped[0] > 0.75 * first and steps[5] > 2 * first
 
 
