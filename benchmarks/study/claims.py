@@ -248,6 +248,20 @@ CLAIMS = [
         "the same beside rule `mse` in blocks of 16",
         Pair(candidate("mse-16-ends-then-fp8"), candidate("mse-16-then-fp8")),
     ),
+    Claim(
+        _NVIDIA,
+        "square blocks of W lower the loss",
+        seen="they change it by -0.0021 (-0.0058 to +0.0017), in four pairs of 300 steps at 3M",
+        page=SPACE,
+        verdict="not told",
+    ),
+    Claim(
+        _NVIDIA,
+        "one fixed vector of signs does as well as random ones",
+        seen="fixed signs change the loss by -0.0062 (-0.0183 to +0.0059), in four such pairs",
+        page=SPACE,
+        verdict="no difference above the spread",
+    ),
     Claim(_SIX, "four-over-six loses less than NVFP4", Pair("four-over-six", "nvfp4-nvidia")),
     Claim(
         _SIX,
