@@ -37,6 +37,8 @@ from tools.sweep.promotion import (
     WITHOUT_TRAINING,
     check_before,
     check_complete,
+    check_directed,
+    check_sampled,
     level_of,
     promoted,
     stars_of,
@@ -80,14 +82,14 @@ def _promoted(args: argparse.Namespace) -> dict[Combination, str]:
     """What the stage is to evaluate, with stars: the sample, or what the stages before promote."""
     level, found = level_of(args.stage), results.read(args.results)
     sampled = sample(args.number, args.seed)
+    check_sampled(found, sampled, args.results)
     check_before(level, found, sampled)
     return to_evaluate(level, found, sampled)
 
 
 def _directed(args: argparse.Namespace) -> dict[Combination, str]:
     """The product of the values that the words give, and BF16 if the stage trains a model."""
-    if args.results.resolve() == RESULTS.resolve():
-        raise ConfigError(f"{RESULTS} has a sample: give --results with another file")
+    check_directed(results.read(args.results), args.results)
     if (args.number, args.seed) != (NUMBER, SEED):
         raise ConfigError("--number and --seed are of a sample: leave them out, or axis=value")
     found, reasons = directed(chosen(args.values))

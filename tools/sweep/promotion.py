@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_fp4.errors import ConfigError
@@ -13,6 +14,7 @@ from tools.rows import Row
 from tools.sweep import factorial, llama, words
 from tools.sweep.axes import AXES, TRAINING, Combination, line
 from tools.sweep.results import BF16, ranked
+from tools.sweep.sampling import DIRECTED
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,29 @@ def to_evaluate(
     if level == 0:
         return dict(sampled)
     return promoted(rows, level) | {each: each.key for each in BF16.values()}
+
+
+def check_sampled(rows: list[Row], sampled: Mapping[Combination, str], path: Path) -> None:
+    """Raises ConfigError if rows are of another sample than `sampled`, or of no sample.
+
+    Promotion takes all rows of a file, so that a file has one sample. One of the same seed and a
+    larger number has all of a smaller one. rows: of all stages, of the file `path`.
+    """
+    if any(row["star"] == DIRECTED for row in rows):
+        what = f"{path} has results of values that were chosen"
+        raise ConfigError(f"{what}: give --results with another file")
+    own = stars_of(row for row in rows if row["stage"] in LEVELS[0].stages)
+    if not own.items() <= sampled.items():
+        what = f"{path} has results of another sample"
+        other = "give the --number and --seed that it had, or --results with another file"
+        raise ConfigError(f"{what}: {other}")
+
+
+def check_directed(rows: list[Row], path: Path) -> None:
+    """Raises ConfigError if rows are of a sample. rows: of all stages, of the file `path`."""
+    directed = {DIRECTED, *(each.key for each in BF16.values())}
+    if any(row["star"] not in directed for row in rows):
+        raise ConfigError(f"{path} has results of a sample: give --results with another file")
 
 
 def check_before(level: int, rows: list[Row], sampled: Mapping[Combination, str]) -> None:

@@ -215,7 +215,7 @@ def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().err == f"sweep: {says}\n"
     assert __main__.main([*run, *values]) == 2  # the default file
     assert capsys.readouterr().err == (
-        f"sweep: {__main__.RESULTS} has a sample: give --results with another file\n"
+        f"sweep: {__main__.RESULTS} has results of a sample: give --results with another file\n"
     )
 
 
