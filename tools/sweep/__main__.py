@@ -222,23 +222,35 @@ def _write_matrix(args: argparse.Namespace, written: str) -> int:
 def matrix_of_best(args: argparse.Namespace) -> int:
     """Writes the matrix of benchmarks/study that trains the best of the last stage with fresh
     seeds."""
-    found, study = results.read(args.results), llama.read(args.study)
+    path = study_of(args)
+    if path is None:
+        raise ConfigError(f"{args.results} has no runs of the last stage: give --study with theirs")
+    found, study = results.read(args.results), llama.read(path)
     check_complete(llama.NAME, llama.recipes(promoted_to_llama(found)), llama.trained(study))
     every = page.points_of(found + llama.rows(study, stars_of(found)), llama.NAME)
     return _write_matrix(args, llama.matrix_of_best(to_confirm(every)))
 
 
-def all_rows(path: Path, study: Path) -> list[rows.Row]:
-    """The rows of a result file, and those of the last stage from the study's results."""
+def study_of(args: argparse.Namespace) -> Path | None:
+    """The study's results that belong to the result file; None if none were given. The committed
+    ones are of the committed file, and say nothing of another one."""
+    study: Path | None = args.study
+    committed = args.results.resolve() == RESULTS.resolve()
+    return llama.RESULTS if study is None and committed else study
+
+
+def all_rows(path: Path, study: Path | None) -> list[rows.Row]:
+    """The rows of a result file, and those of the last stage from the study's results, if any."""
     found = results.read(path)
-    return found + llama.rows(llama.read(study), stars_of(found))
+    return found + llama.rows(llama.read(study) if study else [], stars_of(found))
 
 
 def show(args: argparse.Namespace) -> int:
     """Prints the tables of the results, or writes them between the markers of a page."""
     text = None if args.page is None else args.page.read_text()
-    every = all_rows(args.results, args.study)
-    found = page.section(every, args.study)
+    study = study_of(args)
+    every = all_rows(args.results, study)
+    found = page.section(every, study)
     if text is None:
         print(found)
     else:
@@ -284,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--results", type=Path, default=RESULTS, help="the result file")
     for name in ("best", "show"):
         add = commands.choices[name].add_argument
-        add("--study", type=Path, default=llama.RESULTS, help="results of the last stage")
+        add("--study", type=Path, help=f"results of the last stage ({llama.RESULTS} for {RESULTS})")
     tables.add_argument("--page", type=Path, help="docs/design-space.md, or another")
     tables.add_argument("--picture", type=Path, help="draw scores over times, as SVG")
     costs = commands.add_parser("cost", help=(cost.__doc__ or "").strip())

@@ -49,9 +49,9 @@ LOSSES: list[Column] = [
 TRAINED = [stage for stage, *_ in LOSSES]
 
 
-def section(rows: list[Row], study: Path = llama.RESULTS) -> str:
-    """All tables. rows: of a result file. study: that of the last stage's runs. Raises ValueError
-    if there are no rows."""
+def section(rows: list[Row], study: Path | None) -> str:
+    """All tables. rows: of a result file. study: that of the last stage's runs; None if the rows
+    have none. Raises ValueError if there are no rows."""
     if not rows:
         raise ValueError("there are no results: python -m tools.sweep run products")
     parts = [stages_table(rows), missing(rows), ["Where they ran:"], provenance(rows, study)]

@@ -14,11 +14,12 @@ from tools.sweep.stages import STAGES
 PACKAGES = ("python", "torch", "triton", "megatron-core", "numpy")
 
 
-def provenance(rows: Iterable[Row], study: Path) -> list[str]:
+def provenance(rows: Iterable[Row], study: Path | None) -> list[str]:
     """A Markdown list that says where results were made: stages, devices, versions and commits.
 
     Stages that ran on the same devices with the same versions share an item. rows: of all stages.
-    study: the result file of the last stage's runs, since its rows do not record this.
+    study: the result file of the last stage's runs, since its rows do not record this; None if
+    there are none.
     """
     stages: dict[str, dict[str, None]] = {}  # by device and versions, each stage once
     commits: dict[str, dict[str, None]] = {}
@@ -32,14 +33,14 @@ def provenance(rows: Iterable[Row], study: Path) -> list[str]:
     ]
 
 
-def _stamps(rows: Iterable[Row], study: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _stamps(rows: Iterable[Row], study: Path | None) -> Iterator[tuple[str, dict[str, Any], int]]:
     """The stage, the stamp and the version of the numerics of each row, or of its runs."""
     has_runs = False
     for row in rows:
         if row["stage"] in STAGES:
             yield row["stage"], row["stamp"], row["numerics"]
         has_runs |= row["stage"] == llama.NAME
-    for run in jsonl.read(study, llama.KEYS) if has_runs else []:
+    for run in jsonl.read(study, llama.KEYS) if study and has_runs else []:
         yield llama.NAME, run["stamp"], run["configuration"]["numerics"]
 
 

@@ -198,7 +198,7 @@ def test_a_directed_run(written: Path, tmp_path: Path, capsys: pytest.CaptureFix
     e4m3 = {"scale": "e4m3", "rule": "nearest", "backward_rule": "nearest"}
     outer = [e4m3 | {"outer_scale": each} for each in ("none", "tensor")]
     assert found == {Combination(block="16", **each) for each in ({}, *outer)}
-    assert __main__.main(["show", "--results", str(path), "--study", "none"]) == 0
+    assert __main__.main(["show", "--results", str(path)]) == 0
     assert "`block=16`" in capsys.readouterr().out
     refusals = {
         ("scale=e8m0", "rule=up"): (
@@ -271,6 +271,25 @@ def test_the_best_need_all_results_of_the_last_stage(
     failed = json.loads(lines[0]) | {"status": "failed"}  # a result too
     study.write_text("".join([*lines[1:], json.dumps(failed) + "\n"]))
     assert __main__.main(words) == 0 and matrix.exists()
+
+
+def test_the_committed_study_is_of_the_committed_results_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mistake: a table of `llama` from results that have no run of it."""
+    path = tmp_path / "mine.jsonl"
+    own = [line for line in COMMITTED if b'"stage": "regression"' in line]
+    plain = [line for line in own if b'{"forward": "bf16", "backward": "bf16"' in line]
+    path.write_bytes(b"".join([*own[:5], *plain]))
+    show = ["show", "--results", str(path)]
+    for study, last in ([], "regression"), (["--study", str(llama.RESULTS)], llama.NAME):
+        assert __main__.main([*show, *study]) == 0
+        assert f"No combination is better in `{last}`" in capsys.readouterr().out
+    matrix = tmp_path / "best.yaml"
+    assert __main__.main(["best", "--results", str(path), "--out", str(matrix)]) == 2
+    assert not matrix.exists() and capsys.readouterr().err == (
+        f"sweep: {path} has no runs of the last stage: give --study with theirs\n"
+    )
 
 
 def test_bad_files_end_the_command_in_one_line(

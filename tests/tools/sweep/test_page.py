@@ -45,7 +45,7 @@ def test_the_axes_are_the_code_s() -> None:
 
 @pytest.fixture(scope="module")
 def section(committed: list[Row]) -> str:
-    return page.section(committed)
+    return page.section(committed, llama.RESULTS)
 
 
 def test_the_results_are_the_committed_ones(section: str) -> None:
@@ -368,7 +368,7 @@ def test_tables_of_results() -> None:
     for row in found:
         for figures in row["seeds"].values():
             figures |= {"y error": figures.get("score", 0.0), "dw error": 0.0}
-    text = page.section(found)
+    text = page.section(found, None)
     (line,) = (each for each in text.splitlines() if each.startswith("| `digits` | a class"))
     hours = 1.25 * len(some) / 3600
     assert line.endswith(f" | {len(some):,} | 1 | 2 | 1.2 | {hours:.2f} |")
@@ -387,6 +387,6 @@ def test_tables_of_results() -> None:
 
 def test_no_results_are_an_error() -> None:
     with pytest.raises(ValueError, match="python -m tools.sweep run products"):
-        page.section([])
+        page.section([], None)
     with pytest.raises(ValueError, match="<!-- sweep -->"):
         pages.into("a page", "sweep", "tables")
