@@ -22,6 +22,9 @@ from tools.sweep.results import scores, seeds_of
 
 BOOTSTRAP_DRAWS, BOOTSTRAP_SEED = 2000, 20_250_917
 CONFIDENCE = 0.95
+# Combinations that a correlation needs. A draw of few has the same ones several times: it then
+# repeats the order that was found, so that the interval is narrow however little is known.
+FEWEST_RANKED = 10
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Agreement:
 
 def agreement(rows: list[Row], first: str, second: str) -> Agreement | None:
     """How the scores of two stages agree, over the combinations of the lines that were promoted to
-    the second at random; None if there are fewer than three stars."""
+    the second at random; None if there are fewer than three stars, or than FEWEST_RANKED
+    combinations."""
     stars = stars_of(rows)
     lines = on_lines(lines_of(stars, second))
     return _agreement(rows, first, second, {e: star for e, star in stars.items() if e in lines})
@@ -70,7 +74,7 @@ def agreement_of_designed(rows: list[Row], first: str, second: str) -> Agreement
     These go through all stages, whatever they score. Combinations that differ from others only in
     the training around a recipe (loss scale, optimizer) are left out. The bootstrap draws a
     combination of factorial.py together with those of words.py that change it. Returns None if
-    there are fewer than three such groups.
+    there are fewer than three such groups, or than FEWEST_RANKED combinations.
     """
     stars, bases = stars_of(rows), words.bases()
     own = [e for e in stars if stars[e] in DESIGNED and e == without_training(e)]
@@ -84,7 +88,7 @@ def _agreement(
     one, two = scores(rows, first), scores(rows, second)
     common = [each for each in one if each in two and each in groups]
     names = [groups[each] for each in common]
-    if len(set(names)) < 3:
+    if len(set(names)) < 3 or len(names) < FEWEST_RANKED:
         return None
     a, b = (np.array([table[each] for each in common]) for table in (one, two))
     kinds = [f"{each.forward} {each.backward}" for each in common]

@@ -11,7 +11,7 @@ from scipy.stats import rankdata, spearmanr
 
 from tools.rows import Row
 from tools.sweep import factorial, words
-from tools.sweep.agreement import agreement, agreement_of_designed, ceiling
+from tools.sweep.agreement import FEWEST_RANKED, agreement, agreement_of_designed, ceiling
 from tools.sweep.axes import Combination, line
 from tools.sweep.effects import effects
 from tools.sweep.promotion import DESIGNED, LEVELS, Line, lines_of, on_lines, promoted, random_lines
@@ -70,6 +70,22 @@ def test_agreement_is_of_random_lines_alone() -> None:
     shuffled = dict(zip(noisy, source.sample(list(noisy.values()), len(noisy)), strict=True))
     none = agreement([*first, *rows_of("digits", "loss", shuffled)], "products", "digits")
     assert none is not None and not none.every.above_0
+
+
+def test_few_combinations_have_no_agreement() -> None:
+    """The mistake: of three the interval is a single value, as if all were known."""
+    designed = [e for e, star in sample(1, seed=1).items() if star in DESIGNED]
+    plain = [e for e in designed if (e.loss_scale, e.optimizer) == ("1", "adam")]
+    apart = {STARS[each]: each for each in TENTH}  # one of each star
+    both = (agreement, list(apart.values())), (agreement_of_designed, plain)
+    for found, every in both:
+        stars = STARS | dict.fromkeys(plain, DESIGNED[0])
+        centers = rows_of("draws", "score", {e: [0.0] for e in STARS}, stars)
+        for count in (3, FEWEST_RANKED - 1, FEWEST_RANKED):
+            losses = {each: [float(place)] for place, each in enumerate(every[:count])}
+            rows = rows_of("products", "score", losses, stars)
+            rows += rows_of("digits", "loss", losses, stars)
+            assert (found([*centers, *rows], "products", "digits") is None) == (count < 10)
 
 
 def test_agreement_of_the_designs() -> None:
