@@ -131,10 +131,10 @@ def attempt(args: argparse.Namespace) -> int:
     combination = combination_of(args.values)
     axes.check(combination)
     _check_of_stage([combination], args.stage)
-    if combination.quantized:
-        print(recipe_of(combination))
     torch.set_num_threads(1)  # as in the processes of a run: the tensors are small
     stage, recorded = STAGES[args.stage], recorded_for(args)
+    if combination.quantized:
+        print(recipe_of(combination))
     tasks = [running.Task(args.stage, combination, combination.key, recorded)]
     plain = BF16[combination.optimizer]
     if not stage.recorded:
@@ -159,8 +159,12 @@ def combination_of(words: list[str]) -> Combination:
 
 def recorded_for(args: argparse.Namespace) -> Path | None:
     """The file of the recorded tensors, which is made if it is not there yet; None for a stage that
-    reads none."""
-    return tensors.record(args.work.resolve()) if STAGES[args.stage].recorded else None
+    reads none. Raises ValueError if it is damaged."""
+    if not STAGES[args.stage].recorded:
+        return None
+    path = tensors.record(args.work.resolve())
+    tensors.read(path)
+    return path
 
 
 def cost(args: argparse.Namespace) -> int:
