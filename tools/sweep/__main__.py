@@ -261,8 +261,10 @@ def show(args: argparse.Namespace) -> int:
         written = pages.into(text, "sweep", found)
         args.page.write_text(pages.into(written, "axes", "\n".join(page.axes_table())))
     if args.picture is not None:
-        stage = page.last_stage(every)
-        draw(page.points_of(every, stage), f"score of {stage}", args.picture)
+        own = page.compared(every)
+        if (stage := page.last_stage(own)) is None:
+            raise ConfigError(f"{args.results} has no scores to draw: run a stage to its end")
+        draw(page.points_of(own, stage), f"score of {stage}", args.picture)
     return 0
 
 

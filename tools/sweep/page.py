@@ -18,10 +18,17 @@ from tools.sweep.findings import FINDINGS, summary
 from tools.sweep.main_effects import MAIN_EFFECTS, main_effects_table
 from tools.sweep.pareto import Point, points
 from tools.sweep.points_tables import points_section
-from tools.sweep.promotion import DESIGNED, WITHOUT_TRAINING, level_of, lines_of, stars_of
+from tools.sweep.promotion import (
+    DESIGNED,
+    WITHOUT_TRAINING,
+    evaluated,
+    level_of,
+    lines_of,
+    stars_of,
+)
 from tools.sweep.provenance import provenance
-from tools.sweep.results import SCORES, scores, seeds_of
-from tools.sweep.running import FAILED
+from tools.sweep.results import BF16, SCORES, scores, seeds_of
+from tools.sweep.running import FAILED, FINISHED
 from tools.sweep.stages import STAGES
 
 # A column of a table of effects: a stage, a figure, and what it is.
@@ -54,7 +61,9 @@ def section(rows: list[Row], study: Path | None) -> str:
     have none. Raises ValueError if there are no rows."""
     if not rows:
         raise ValueError("there are no results: python -m tools.sweep run products")
-    parts = [stages_table(rows), missing(rows), ["Where they ran:"], provenance(rows, study)]
+    parts = [stages_table(rows), missing(rows), left_out(rows)]
+    parts += [["Where they ran:"], provenance(rows, study)]
+    rows = compared(rows)
     parts += [agreement_table(rows)]
     if designed := designed_table(rows):
         what = "How the stages rank the combinations of the two designs, as the last stage does"
@@ -78,14 +87,35 @@ def section(rows: list[Row], study: Path | None) -> str:
     ):
         found = effects_table(rows, columns)
         parts += [[f"What each value does to {what}:"], found] if found else []
-    stage = last_stage(rows)
-    parts += points_section(points_of(rows, stage), stage)
+    if stage := last_stage(rows):
+        parts += points_section(points_of(rows, stage), stage)
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def last_stage(rows: list[Row]) -> str:
-    """The last stage that has results."""
-    return next(stage for stage in reversed(SCORES) if scores(rows, stage))
+def without_bf16(rows: list[Row]) -> list[str]:
+    """The stages that train a model and have results, but none of BF16, less which their scores
+    are."""
+    finished = [row for row in rows if row["status"] == FINISHED]
+    own = {stage: evaluated(finished, stage) for stage in TRAINED}
+    return [stage for stage in TRAINED if own[stage] and own[stage].isdisjoint(BF16.values())]
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """The rows without those of `without_bf16`, whose losses would be taken for scores."""
+    others = without_bf16(rows)
+    return [row for row in rows if row["stage"] not in others]
+
+
+def left_out(rows: list[Row]) -> list[str]:
+    """One line that names the stages of `without_bf16`; [] if there are none."""
+    names = ", ".join(f"`{stage}`" for stage in without_bf16(rows))
+    why = "BF16, less which scores are, has no results there yet"
+    return [f"Left out of the tables below: {names}. {why}."] if names else []
+
+
+def last_stage(rows: list[Row]) -> str | None:
+    """The last stage that has scores; None if there is none."""
+    return next((stage for stage in reversed(SCORES) if scores(rows, stage)), None)
 
 
 def points_of(rows: list[Row], stage: str) -> list[Point]:

@@ -292,6 +292,30 @@ def test_the_committed_study_is_of_the_committed_results_alone(
     )
 
 
+def test_losses_are_no_scores_before_bf16_has_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mistake: a table of losses under the head "score"."""
+    path, picture = tmp_path / "mine.jsonl", tmp_path / "p.svg"
+    products, regression = (
+        [line for line in COMMITTED if f'"stage": "{stage}"'.encode() in line][:5]
+        for stage in ("products", "regression")
+    )
+    show = ["show", "--results", str(path), "--picture", str(picture)]
+    path.write_bytes(b"".join([*products, *regression]))
+    assert __main__.main(show) == 0 and "score of products" in picture.read_text()
+    told = capsys.readouterr().out
+    says = "Left out of the tables below: `regression`. BF16, less which scores are, has no results"
+    assert told.count("| score |") == told.count("in `products` and needs") + 1 == 3
+    assert f"\n\n{says} there yet.\n\n" in told and "in `regression`" not in told
+    picture.unlink()
+    path.write_bytes(b"".join(regression))
+    assert __main__.main(show) == 2 and not picture.exists()
+    told, error = capsys.readouterr()
+    assert says in told and "| score |" not in told
+    assert error == f"sweep: {path} has no scores to draw: run a stage to its end\n"
+
+
 def test_bad_files_end_the_command_in_one_line(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
