@@ -107,18 +107,22 @@ def has_memory(step: Step) -> bool:
     return not (step.layout.graphs and step.layout.pp > 1)
 
 
-def peak(step: Step) -> float:
-    """The estimated peak memory in GiB, as torch's allocator counts it.
+def peaks_in_optimizer(step: Step) -> bool:
+    """Whether the peak that torch's allocator counts is in the optimizer.
 
-    It does not count the memory of CUDA graphs, so with these the peak is in the optimizer. But
-    layers run without graphs in the first step of a phase, when the optimizer's state exists.
+    It does not count the memory of CUDA graphs. But in the first step of a phase layers run without
+    graphs, when the optimizer's state exists.
     """
-    found = []
-    captured = step.layout.graphs and "--fp4-bf16-after" not in PLAIN.get(step.name, [])
+    return step.layout.graphs and "--fp4-bf16-after" not in PLAIN.get(step.name, [])
+
+
+def peak(step: Step) -> float:
+    """The estimated peak memory in GiB, as torch's allocator counts it."""
+    found, in_optimizer = [], peaks_in_optimizer(step)
     for stage in stages(step.model, step.layout):
         each = memory(step.model, step.layout, step.recipe, MEASURED.target, stage)
         adam = adam_bytes(step.model, step.layout, stage)
-        found.append(each.state + adam if captured else each.total)
+        found.append(each.state + adam if in_optimizer else each.total)
     return max(found) / GIB
 
 

@@ -47,7 +47,7 @@ def test_other_kernels_are_an_error() -> None:
 
 def test_each_step_is_a_kernel_of_the_recording() -> None:
     """Of the passes that make W's operands, as a linear for a Hopper GPU records them."""
-    command = [sys.executable, "-m", "testing.scripts.recorded_steps", "tetrajet"]
+    command = [sys.executable, "-m", "testing.scripts.recorded_steps", "9.0", "tetrajet"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     passes = json.loads(done.stdout)["tetrajet"]
     made = [passes[f"{direction}, makes W"] for direction in ("forward", "backward")]

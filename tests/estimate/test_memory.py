@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.estimate_error import has_memory, peak
+from benchmarks.estimate_error import has_memory, peak, peaks_in_optimizer
 from benchmarks.estimate_rows import Step, steps
 from megatron_fp4.estimate import memory
 from megatron_fp4.estimate.gpus import MEASURED
@@ -35,8 +35,9 @@ from megatron_fp4.setting import KeepsW
 from megatron_fp4.target import target_of
 from testing.builders import small_gpt
 
-EAGER = [step for step in steps() if not step.layout.graphs]
-GRAPHS = [step for step in steps() if step.layout.graphs and has_memory(step)]
+ESTIMATED = [step for step in steps() if has_memory(step)]
+EAGER = [step for step in ESTIMATED if not peaks_in_optimizer(step)]
+GRAPHS = [step for step in ESTIMATED if peaks_in_optimizer(step)]
 SMALL = Model(2, 64, 160, 4, 2, 16, 512, 64)
 
 
