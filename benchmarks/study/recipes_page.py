@@ -170,7 +170,8 @@ def _in_cell(found: Comparison, name: str, cell: Cell) -> str:
 
 
 def _recipe(name: str) -> Recipe:
-    """The recipe of a row: BF16's quantizes nothing."""
+    """The recipe by which a row of the tables is described. name: an entry of a matrix, or BF16,
+    whose recipe quantizes nothing."""
     return UNQUANTIZED if name == BF16 else matrix.recipe_of(name)
 
 

@@ -13,8 +13,13 @@ from megatron_fp4.recipes.registry import register
 
 @register("mxfp4")
 def mxfp4(*, rule: Literal["floor", "ceil", "nearest", "mse"] = "floor") -> Recipe:
-    """The baseline. rule: of the block scales: floor (OCP) and nearest may clip a block's maximum,
-    ceil never does, and mse takes floor's scale or twice that, by the smaller squared error."""
+    """The baseline: all six operands in MXFP4, rounded to nearest.
+
+    rule: how a block's scale follows from the block's largest magnitude. The scales of floor (that
+    of the OCP specification) and nearest can be too small for it, which is then clipped. Those of
+    ceil never are. mse takes floor's scale or twice that, whichever gives the smaller squared
+    error.
+    """
     q = Quantizer(rule=rule)
     gemm = GemmRecipe(q, q)
     return Recipe(

@@ -1,11 +1,12 @@
-"""pretrain_gpt.py on a GPU, which tells the memory that is reserved for CUDA graphs.
+"""Runs pretrain_gpt.py on a GPU, and prints how much memory is reserved for CUDA graphs.
 
     torchrun ... pretrain_telling_graph_memory.py MISTAKE FLAGS ...
 
-Rank 0 writes a line after each step, and one in the first step of each phase, when graphs have been
-dropped and nothing is captured yet.
+Rank 0 prints the bytes after each step. In the first step of each phase it also prints them when
+the graphs have been dropped and no new ones are captured yet. FLAGS are those of pretrain_gpt.py.
 
-none: no mistake. keep-pool: the uses of the graphs' pool of memory are not taken back.
+MISTAKE is "none", or "keep-pool": a test's negative control, in which the memory pool of dropped
+graphs is not released.
 """
 
 from __future__ import annotations

@@ -236,15 +236,22 @@ def matrix_of_best(args: argparse.Namespace) -> int:
 
 
 def study_of(args: argparse.Namespace) -> Path | None:
-    """The study's results that belong to the result file; None if none were given. The committed
-    ones are of the committed file, and say nothing of another one."""
+    """The file with the runs of the last stage, stage `llama`, which benchmarks/study trains.
+
+    It is the file of --study. Without that flag it is the committed study if --results is the
+    committed file too, and otherwise None: the committed runs were promoted by those results alone.
+    """
     study: Path | None = args.study
     committed = args.results.resolve() == RESULTS.resolve()
     return llama.RESULTS if study is None and committed else study
 
 
 def all_rows(path: Path, study: Path | None) -> list[rows.Row]:
-    """The rows of a result file, and those of the last stage from the study's results, if any."""
+    """The rows of all stages of a sweep.
+
+    path: the result file, with the stages that this program runs. study: the file with the runs of
+    the last stage; None if there are none.
+    """
     found = results.read(path)
     return found + llama.rows(llama.read(study) if study else [], stars_of(found))
 

@@ -283,8 +283,12 @@ def settled(
     combination: Combination,
     possible: Callable[[Combination, str], tuple[str, ...]] = values,
 ) -> Combination:
-    """The combination with each value that it does not depend on, or that contradicts the axes
-    before it, replaced by the first that it may have. possible: `values`, or `drawn`."""
+    """The combination after each value that is not possible is replaced by the first possible one.
+
+    A value is not possible if it changes nothing beside the values on the axes before it, or
+    contradicts them. possible: the function that gives the possible values of an axis: `values`,
+    or `drawn` for those that a sample may have.
+    """
     for axis in AXES:
         allowed = possible(combination, axis)
         if getattr(combination, axis) not in allowed:

@@ -111,9 +111,12 @@ def _hadamard(c: Combination, gemm: str) -> Hadamard | None:
 
 
 def combined(**chosen: str) -> Recipe:
-    """The recipe of the combination with these values, for --fp4-recipe
-    tools.sweep.building:combined; options are axes. Raises ConfigError as recipe_of, and for a
-    value of the training around a recipe, which the launch's own flags are for."""
+    """A combination as a recipe for a launch: --fp4-recipe tools.sweep.building:combined.
+
+    chosen: by axis its value, given by --fp4-recipe-option; other axes have their first value.
+    Raises ConfigError if values contradict each other, and for another value than the first of an
+    axis that is no part of a recipe (optimizer, loss_scale): the launch has flags for these.
+    """
     combination = Combination(**chosen)
     check_of_recipe(combination, "a recipe")
     return recipe_of(combination)

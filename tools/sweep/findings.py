@@ -73,13 +73,16 @@ class Finding:
 
 
 def verdict_of(differences: list[float], means: list[float], *, helps: bool = True) -> str:
-    """What differences of losses say of a claim that a change helps, or that it does not.
+    """Whether a claim about a change of the recipe holds: "held", "not held" or "not decided".
 
-    The change helps, or harms, if the interval of the mean difference is below 0, or above, and the
-    mean is so with each seed by itself. A claim that it helps is "held" if it helps and "not held"
-    if it harms; a claim that it does not help the other way round. All else is "not decided".
+    The change helps if the whole interval of the mean difference is below 0, and the mean of each
+    seed is below 0 too. It harms if they are all above 0. Otherwise nothing is decided. The claim
+    that it helps is held if it helps, and not held if it harms. The claim that it does not help is
+    held if it harms, and not held if it helps.
 
-    differences: of pairs, FEWEST or more. means: of each seed. helps: what is claimed.
+    differences: the loss with the change minus that without it, of each pair of combinations;
+    FEWEST or more pairs. means: the mean of the differences with each seed. helps: whether the
+    claim is that the change helps.
     """
     low, high = interval_of_mean(differences)
     if high < 0 and max(means) < 0:

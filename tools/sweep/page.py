@@ -93,8 +93,8 @@ def section(rows: list[Row], study: Path | None) -> str:
 
 
 def without_bf16(rows: list[Row]) -> list[str]:
-    """The stages that train a model and have results, but none of BF16, less which their scores
-    are."""
+    """The stages that train a model and have results, but none of BF16, from which scores there
+    are differences."""
     finished = [row for row in rows if row["status"] == FINISHED]
     own = {stage: evaluated(finished, stage) for stage in TRAINED}
     return [stage for stage in TRAINED if own[stage] and own[stage].isdisjoint(BF16.values())]
@@ -107,7 +107,8 @@ def compared(rows: list[Row]) -> list[Row]:
 
 
 def left_out(rows: list[Row]) -> list[str]:
-    """One line that names the stages of `without_bf16`; [] if there are none."""
+    """A line of the page: which stages are missing from its tables of scores, because BF16 has no
+    results there. [] if there are no such stages."""
     names = ", ".join(f"`{stage}`" for stage in without_bf16(rows))
     why = "BF16, less which scores are, has no results there yet"
     return [f"Left out of the tables below: {names}. {why}."] if names else []
