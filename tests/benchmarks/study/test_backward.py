@@ -120,3 +120,18 @@ def test_the_best_trade_on_fresh_seeds() -> None:
     assert {each.verdict for each in found} == {"within the spread"}
     means = sorted(each.mean for each in found)
     assert f"the four are {means[0]:+.4f} to {means[-1]:+.4f} from it, within the" in PAGE
+
+
+def test_the_recipes_beside_the_best_combinations() -> None:
+    rows = results.read(ROOT / default_results(matrix.read("sweep-best")))
+    names = [each for each in tables.recipes(rows) if not each.startswith(WORDS) and each != "bf16"]
+    gaps = {name: difference("sweep-best", name, "bf16") for name in names}
+    order = sorted(names, key=lambda name: gaps[name].mean)
+    assert order[:3] == ["dge-occ", "tetrajet-fp8", "fp8"]
+    assert not any(each.verdict == "lower" for each in gaps.values())
+    above = [name for name in names if gaps[name].verdict == "higher"]
+    assert sorted(above) == ["nvfp4-nvidia", "tetrajet"]
+    low, own, fp8 = (f"{gaps[name].mean:+.4f}" for name in order[:3])
+    said = f"is the lowest ({low}), and `tetrajet-fp8` ({own}) and `fp8` ({fp8}) follow."
+    plain, nvfp4 = (f"{gaps[name].mean:+.4f}" for name in ("tetrajet", "nvfp4-nvidia"))
+    assert f"{said} `tetrajet` ({plain}) and `nvfp4-nvidia` ({nvfp4}) end above it by more." in PAGE

@@ -40,15 +40,15 @@ COMMITTED = {
     "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
     "low-rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "recipes-3M": ("docs/study.md", "NVIDIA H200"),
+    "rates-26M": ("docs/study.md", "NVIDIA H200"),
+    "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
 }
 
 
 UNFINISHED = {
     "candidates": "docs/study.md",
     "recipes": "docs/study.md",
-    "rates-26M": "docs/study.md",
     "same-loss-3M": "docs/study.md",
-    "sweep-best": "docs/design-space.md",
     "sizes": "docs/study.md",
 }  # tables of the runs so far
 PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED
@@ -228,18 +228,6 @@ def test_figures_in_running_text_of_the_candidates() -> None:
         f"forward pass is in BF16, costs {above('mxfp4-rht-sr'):.3f} (one seed).",
     ):
         assert text in PAGE
-    assert f"BF16 is {lower:.3f} worse at 0.0014." in (ROOT / "README.md").read_text()
-
-
-def test_bf16_at_other_rates() -> None:
-    loss = {
-        row["configuration"]["learning_rate"]: row["held_out"][-1][1]
-        for row in rows_of("rates-26M")
-        if row["configuration"]["recipe"] == "bf16"
-    }
-    worse, better = loss[0.0014] - loss[0.002], loss[0.002] - loss[0.0028]
-    text = f"BF16 is {worse:.3f} worse at 0.0014 than at 0.002, and {better:.3f} better at 0.0028,"
-    assert text in PAGE and 0 < better < 0.008
 
 
 def test_what_begins_with_other_weights_under_tensor_parallelism() -> None:
@@ -254,7 +242,12 @@ def test_what_begins_with_other_weights_under_tensor_parallelism() -> None:
     assert len(repeated) == 21 and repeated.items() <= whole["tetrajet" + layout].items()
     losses = {row["configuration"]["recipe"]: row["held_out"][-1][1] for row in rows}
     above = losses["tetrajet" + layout] - losses["bf16"]
-    assert f"`tetrajet` ends {above:.2f} above BF16 of one GPU" in PAGE
+    same = losses["tetrajet --use-cpu-initialization" + layout]
+    assert (
+        f"`tetrajet` ends {above:.2f} above BF16 of one GPU; with `--use-cpu-initialization` it "
+        f"ends {same - losses['bf16']:.3f} above, and {same - losses['tetrajet']:.3f} above "
+        "`tetrajet` of one GPU."
+    ) in PAGE
 
 
 def test_every_committed_result_is_in_a_page() -> None:

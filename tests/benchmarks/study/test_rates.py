@@ -1,0 +1,70 @@
+"""What the pages say of the finalists at other learning rates is in the committed results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study import results
+
+ROOT = Path(__file__).parents[3]
+OWN = "fp8-ends-then-fp8.yaml"  # the file of `tetrajet-fp8`
+Losses = dict[str, dict[float, float]]  # by recipe and learning rate
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / name).read_text().split())
+
+
+@pytest.fixture(scope="module")
+def losses() -> Losses:
+    found: Losses = {}
+    for row in results.read(ROOT / "benchmarks/results/study-rates-26M.jsonl"):
+        of = row["configuration"]
+        by_rate = found.setdefault(of["recipe"].split("/")[-1], {})
+        by_rate[of["learning_rate"]] = row["held_out"][-1][1]
+    return found
+
+
+def above_at_best(losses: Losses) -> list[float]:
+    """How far each finalist at its best rate is above BF16 at its own."""
+    best = {name: min(of.values()) for name, of in losses.items()}
+    return [best[name] - best["bf16"] for name in ("tetrajet", OWN, "fp8")]
+
+
+def test_the_best_rate_of_each_finalist(losses: Losses) -> None:
+    best = {name: min(of, key=lambda rate: of[rate]) for name, of in losses.items()}
+    assert best == {"bf16": 0.0028, "tetrajet": 0.0028, OWN: 0.0028, "fp8": 0.004}
+    plain, own, fp8 = above_at_best(losses)
+    text = f"end {plain:.3f} (`tetrajet`), {own:.3f} (`tetrajet-fp8`) and {fp8:.3f} (`fp8`) above"
+    assert text in page("docs/study.md")
+    # "rates from 0.002 to 0.004 are level"
+    assert all(max(of[0.002], of[0.004]) - min(of.values()) < 0.01 for of in losses.values())
+
+
+def test_bf16_at_other_rates(losses: Losses) -> None:
+    loss = losses["bf16"]
+    worse, better, higher = (loss[rate] - loss[0.002] for rate in (0.0014, 0.0028, 0.004))
+    says = (
+        f"BF16 is {worse:.3f} worse at 0.0014 than at 0.002, {-better:.3f} better at 0.0028, and "
+    )
+    assert f"{says}{-higher:.3f} better at 0.004." in page("docs/study.md")
+    says = f"BF16 is {worse:.3f} worse at 0.0014 and {-better:.3f} better at 0.0028, and the gaps"
+    plain, own, _ = above_at_best(losses)
+    assert f"{says} of `tetrajet` and `tetrajet-fp8` at their own best" in page("README.md")
+    assert f"best rates are {plain:.3f} and {own:.3f} (one seed)." in page("README.md")
+    says = f"0.0028 is the best for BF16, and is {-better:.3f} better than 0.002."
+    assert says in page("docs/recipes.md")
+
+
+def test_the_gaps_at_the_best_rates_and_at_the_shared_one(losses: Losses) -> None:
+    shared = [losses[name][0.002] - losses["bf16"][0.002] for name in ("tetrajet", OWN, "fp8")]
+    best, shared_words = (
+        f"{plain:.3f}, {own:.3f} and {fp8:.3f} above it"
+        for plain, own, fp8 in (above_at_best(losses), shared)
+    )
+    text = (
+        f"`tetrajet`, `tetrajet-fp8` and `fp8` end {best}, where they end {shared_words} at 0.002"
+    )
+    assert text in page("docs/recipes.md")
