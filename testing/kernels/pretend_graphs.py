@@ -5,8 +5,9 @@ them again on that memory, as a GPU does with kernels. Python code of the captur
 run. A GPU runs no kernel during a capture, so what a capture writes to memory that was there before
 is undone at its end.
 
-Not pretended: collectives, and that graphs of one pool share memory. The uses of each pool are
-counted as torch counts them: it frees a pool's memory only when nothing uses the pool.
+Collectives run in captures and replays too, and each is waited for at once. Not pretended: that
+graphs of one pool share memory. The uses of each pool are counted as torch counts them: it frees a
+pool's memory only when nothing uses the pool.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -101,7 +103,7 @@ class _Recorder(TorchDispatchMode):
         given, named = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}))
         for written in _written(func, args, kwargs or {}):
             self._keep(written)
-        found = func(*args, **(kwargs or {}))
+        found = _waited(func(*args, **(kwargs or {})))
         known = set(map(_address, _tensors((given, named))))
         results = [result.detach() for result in _tensors(found)]
         # What has many elements in the memory of one is never written.
@@ -112,7 +114,7 @@ class _Recorder(TorchDispatchMode):
         self._own |= {_address(result): result for result in fresh if result is not None}
 
         def again() -> None:
-            made = _tensors(func(*given, **named))
+            made = _tensors(_waited(func(*given, **named)))
             for static, result in zip(fresh, made, strict=True):
                 if static is not None:
                     static.copy_(result)
@@ -135,6 +137,24 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _waited(tree: Any) -> Any:
+    """What an operator returned, after the end of the collective that it may have started.
+
+    Gloo writes the results of some collectives when they are waited for, by operators of PyTorch
+    that would be recorded too.
+    """
+    return tree_map_only(torch.ScriptObject, _ended, tree)
+
+
+def _ended(work: torch.ScriptObject) -> torch.ScriptObject:
+    """Waits for a collective, and returns the work of one that has ended."""
+    distributed_c10d.Work.unbox(work).wait()
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result([])
+    untyped: Any = torch._C._distributed_c10d
+    return untyped._create_work_from_future(future).boxed()
+
+
 def _is_one_element(tensor: Tensor) -> bool:
     """Whether all of several elements lie in the memory of one."""
     return tensor.numel() > 1 and not any(tensor.stride())
@@ -145,7 +165,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The arguments that an operator writes to."""
+    """The arguments that an operator writes to; all of a collective's, which does not say so."""
+    if func.namespace == "c10d":
+        yield from _tensors((args, kwargs))
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors(args[place] if place < len(args) else kwargs.get(argument.name))

@@ -19,7 +19,7 @@ from testing.worlds.launch import (
     torchrun,
     train,
 )
-from tests.mcore.test_pipelined_graphs import PADDED_EXPERTS, RECIPE
+from tests.mcore.test_pipelined_graphs import PADDED_EXPERTS, RECIPE, TENSOR
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +93,6 @@ def test_the_bits_of_one_microbatch_would_be_noticed() -> None:
 
 # Four microbatches a step; rank 0 has two of them in flight, or more with virtual stages.
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
-TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
 
 

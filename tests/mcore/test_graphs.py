@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from megatron_fp4 import Recipe
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.recipe import GemmRecipe
+from testing.kernels import pretend_graphs
 from testing.kernels.pretend_graphs import Graph, capturing
 from testing.worlds.launch import torchrun
 from tests.mcore.test_layers import activation, microbatches, state, weight
@@ -171,3 +173,25 @@ def test_without_a_gpu_graphs_are_refused() -> None:
     result = torchrun(1, "--fp4-recipe", "tetrajet", "--cuda-graph-impl", "local")
     assert result.status and not result.has_traceback
     assert "--cuda-graph-impl local needs a GPU" in result.output
+
+
+def of_collectives() -> list[float]:
+    """Of one rank: the sums of a captured reduce-scatter and all-reduce, of other numbers than it
+    was captured with, and a number that the capture wrote over."""
+    x, before, graph = torch.ones(2), torch.tensor([7.0, 7.0]), Graph()
+    with capturing(graph):
+        part = torch.empty(2)
+        dist.reduce_scatter_tensor(part, x * 2)
+        dist.all_reduce(total := x * 3)
+        dist.all_gather_into_tensor(before, x)
+    kept = before[0].item()
+    x.fill_(5)
+    graph.replay()
+    return [part[0].item(), total[0].item(), kept]
+
+
+def test_pretended_graphs_run_collectives(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_collectives() == [10, 15, 7]
+    # Negative control: Gloo's own copies are recorded, which write what the capture computed.
+    monkeypatch.setattr(pretend_graphs, "_waited", lambda tree: tree)
+    assert of_collectives()[0] == 2

@@ -27,6 +27,7 @@ from tests.mcore.test_pipelined_graphs import (
     PADDED_EXPERTS,
     PIPELINE,
     RECIPE,
+    TENSOR,
     VIRTUAL,
     trained,
 )
@@ -119,13 +120,14 @@ OWN_LAYERS = ("--fp4-module-recipe", "*layers.0.*=tetrajet", "--fp4-module-recip
 LAUNCHES = {  # processes, flags, how many phases begin
     "pp2": (2, (*PIPELINE, *PHASES), 2),
     "vpp2": (2, (*VIRTUAL, *PHASES), 2),
+    "tp2-pp2": (4, (*TENSOR, *PIPELINE, *PHASES), 2),
     "dp2": (2, (*OVERLAP, *PHASES), 2),
     "experts": (1, (*PHASES, *PADDED_EXPERTS), 2),
     "modules": (1, (*PHASES, *OWN_LAYERS), 2),
     "bf16-after": (1, (*RECIPE, "tetrajet", "--fp4-bf16-after", "0.5"), 1),
     "auto": (1, (*RECIPE, "auto", "--num-layers", "4"), 1),
 }
-MOST = "vpp2", "auto"  # the others are run by make test-outside
+MOST = "vpp2", "tp2-pp2", "auto"  # the others are run by make test-outside
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ FLAGS = """
 """.split()
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 VIRTUAL = (*PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 RECIPE = ("--fp4-weight-cache", "off", "--fp4-recipe")
 GRAPHS = ("--cuda-graph-impl", "local")
 PADDED_EXPERTS = """
@@ -77,6 +78,17 @@ def test_graphs_train_as_layers_do_under_pipeline_parallelism() -> None:
 )
 def test_graphs_train_as_layers_do_in_other_pipelines(flags: tuple[str, ...]) -> None:
     same_training(2, *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [(), (*RECIPE, NOISY)], ids=["bf16", "noisy"])
+@pytest.mark.parametrize(
+    ("processes", "layout"), [(2, ()), (4, PIPELINE), (4, VIRTUAL)], ids=["tp2", "pp2", "vpp2"]
+)
+def test_graphs_train_as_layers_do_under_tensor_parallelism(
+    processes: int, layout: tuple[str, ...], recipe: tuple[str, ...]
+) -> None:
+    same_training(processes, *TENSOR, *layout, *recipe)
 
 
 @pytest.mark.slow
