@@ -59,4 +59,11 @@ SIZES = {
         gpus=4,
         save_interval=1000,
     ),
+    "150M": Size(
+        runs.Model(layers=12, hidden=1024, ffn=2688, heads=16, query_groups=16, sequence=512),
+        batch=256,
+        micro_batch=64,
+        gpus=4,
+        save_interval=1000,
+    ),
 }

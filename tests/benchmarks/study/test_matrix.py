@@ -226,7 +226,7 @@ def test_ranks_share_the_batch_and_change_the_hash() -> None:
 
 
 def test_a_size_is_named_by_the_parameters_of_its_layers() -> None:
-    for name, millions in (("26M", 26), ("60M", 60)):
+    for name, millions in (("26M", 26), ("60M", 60), ("150M", 150)):
         model = SIZES[name].model
         head = model.hidden // model.heads
         attention = 2 * model.hidden**2 + 2 * model.hidden * head * model.query_groups
