@@ -40,13 +40,13 @@ COMMITTED = {
     "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
     "low-rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "recipes-3M": ("docs/study.md", "NVIDIA H200"),
-    "rates-26M": ("docs/study.md", "NVIDIA H200"),
     "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
 }
 
 
 UNFINISHED = {
     "candidates": "docs/study.md",
+    "rates-26M": "docs/study.md",
     "recipes": "docs/study.md",
     "same-loss-3M": "docs/study.md",
     "sizes": "docs/study.md",

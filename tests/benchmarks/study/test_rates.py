@@ -10,6 +10,7 @@ from benchmarks.study import results
 
 ROOT = Path(__file__).parents[3]
 OWN = "fp8-ends-then-fp8.yaml"  # the file of `tetrajet-fp8`
+FINALISTS = ("bf16", "tetrajet", OWN, "fp8")  # with all rates
 Losses = dict[str, dict[float, float]]  # by recipe and learning rate
 
 
@@ -24,7 +25,7 @@ def losses() -> Losses:
         of = row["configuration"]
         by_rate = found.setdefault(of["recipe"].split("/")[-1], {})
         by_rate[of["learning_rate"]] = row["held_out"][-1][1]
-    return found
+    return {name: found[name] for name in FINALISTS}
 
 
 def above_at_best(losses: Losses) -> list[float]:

@@ -1,0 +1,69 @@
+"""What docs/recipes.md and docs/study.md say of the course of runs, and of rounding seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study import recipe_facts, recipes_page
+from megatron_fp4.estimate.plans import recipe_named
+
+ROOT = Path(__file__).parents[3]
+FOUND = recipes_page.comparison()
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text().split())
+
+
+def course(name: str, size: str) -> dict[int, float]:
+    """The gap of a recipe to BF16 after so many millions of tokens."""
+    [cell] = [cell for cell in FOUND.cells if cell.size == size]
+    [own] = [
+        each
+        for key, each in recipes_page.over_tokens(FOUND, cell).items()
+        if key.split()[0] == name
+    ]
+    return {round(tokens): gap for tokens, gap in own}
+
+
+def test_the_own_recipe_gains_in_its_phase() -> None:
+    names = ("tetrajet-fp8", "four-over-six", "tetrajet")
+    before = [course(name, "26M")[150] for name in names]
+    own, nvfp4, plain = (f"{gap:.3f}" for gap in before)
+    assert (
+        f"After 150M tokens, in the recipe's FP4 part, `tetrajet-fp8` is {own} above BF16, "
+        f"`four-over-six` {nvfp4} and `tetrajet` {plain} (five seeds each)."
+    ) in page("recipes.md")
+    assert 150 / 200 < 0.8 and before[1] < before[0] < before[2]
+    assert course("tetrajet-fp8", "26M")[200] < course("four-over-six", "26M")[200]
+
+
+def test_the_gap_of_tetrajet_falls_at_60m() -> None:
+    found = course("tetrajet", "60M")
+    said = f"falls from {found[100]:.3f} after 100M tokens to {found[400]:.3f} after 400M."
+    assert said in page("recipes.md")
+    assert found[100] > found[300] > found[400]
+
+
+def test_how_much_slower_fp8_is() -> None:
+    own, fp8 = (recipe_facts.step_of(name, recipe_named(name)) for name in ("tetrajet-fp8", "fp8"))
+    assert own is not None and fp8 is not None
+    share = own.ratio / fp8.ratio - 1
+    assert f"Take `fp8` where the loss matters more than {share:.0%} of the time" in page(
+        "recipes.md"
+    )
+
+
+def test_the_rounding_seeds_of_one_matrix() -> None:
+    ends = [
+        row["held_out"][-1][1]
+        for row in FOUND.rows
+        if (of := row["configuration"])["recipe"] == "tetrajet"
+        and (of["size"], of["seed"], of["learning_rate"]) == ("26M", 1, 0.002)
+    ]
+    assert len(ends) == 3
+    lower = sum(ends) / 3 - ends[0]
+    assert lower == pytest.approx(0.003, abs=0.0005)
+    assert f"differences from `tetrajet` are up to {lower:.3f} lower here" in page("study.md")
