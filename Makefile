@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
 .PHONY: help setup demo test test-slow test-outside test-all test-newest test-gpu layouts lint \
-	design-space
+	design-space study
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -50,6 +50,12 @@ design-space: $(INSTALLED)  ## write docs/design-space.md and its picture anew f
 	@$(PYTHON) -m tools.sweep show --page docs/design-space.md --picture docs/images/design-space.svg
 	@for study in sweep-best trades backward-3M; do \
 		$(PYTHON) -m benchmarks.study show $$study --page docs/design-space.md || exit 1; done
+
+study: $(INSTALLED)  ## write the tables of all studies, and docs/recipes.md, anew from the results
+	@grep -o '^<!-- study: [^ ]*' docs/*.md docs/notes/*.md | while IFS=: read -r page _ name; do \
+		$(PYTHON) -m benchmarks.study show $${name# } --page $$page || exit 1; done
+	@$(PYTHON) -m benchmarks.study recipes --page docs/recipes.md --readme README.md \
+		--picture docs/images/recipe-gaps.svg
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	@$(PYTHON) -m ruff check .

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.study import recipe_facts, recipes_page
+from benchmarks.study import recipe_facts, recipes_page, results
 from megatron_fp4.estimate.plans import recipe_named
 
 ROOT = Path(__file__).parents[3]
@@ -67,3 +67,25 @@ def test_the_rounding_seeds_of_one_matrix() -> None:
     lower = sum(ends) / 3 - ends[0]
     assert lower == pytest.approx(0.003, abs=0.0005)
     assert f"differences from `tetrajet` are up to {lower:.3f} lower here" in page("study.md")
+
+
+def test_the_curves_of_two_multipliers() -> None:
+    rows = results.read(ROOT / "benchmarks/results/study-same-loss-3M.jsonl")
+    curves = {
+        (row["configuration"]["recipe"], row["configuration"]["seed"]): dict(row["train"])
+        for row in rows
+    }
+    words = {"FP8": "tetrajet", "BF16": "tetrajet --fp4-multiplier bf16"}
+    text = (ROOT / "docs/study.md").read_text()
+    apart: list[list[float]] = []
+    for seed in (1, 2):
+        for word, recipe in words.items():
+            losses = [curves[recipe, seed][step] for step in (1, 180, 540, 900, 1260, 1500)]
+            cells = " | ".join(f"{loss:.4f}" for loss in losses)
+            assert f"| {seed} | {word} | {cells} |" in text
+        fp8, bf16 = (curves[recipe, seed] for recipe in words.values())
+        assert fp8[1] == bf16[1]
+        apart.append([fp8[step] - bf16[step] for step in fp8])
+    most = max(abs(loss) for each in apart for loss in each)
+    assert f"by {most:.3f} at most, above in one seed and below in the other" in page("study.md")
+    assert apart[0][-1] > 0 > apart[1][-1]
