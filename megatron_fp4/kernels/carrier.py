@@ -285,7 +285,8 @@ def carry_kernel(
 def carried(
     operands: Sequence[tuple[QuantizedTensor, torch.dtype, Carriers | None]],
 ) -> list[Carriers]:
-    """Converts one operand, or both operands of a product, to FP8 carriers.
+    """Converts one operand, or both operands of a product, to FP8 carriers; returns those of each
+    operand, in their order.
 
     operands: for each, the codes [rows, K / 2] with scales [rows, K / 32] or [rows, K / 16], the
         FP8 dtype (E4M3 unless scales are in E8M0), and the maker's carriers, or None.

@@ -76,11 +76,14 @@ def quantize(
     """Quantizes a matrix to E2M1 codes with E8M0 scales, along one axis or along each.
 
     x: BF16 [rows, columns], codes with blocks along the rows, or a matrix that is computed from
-        BF16 as it is read (SWIGLU_COLUMNS). It is read once; a transform reads it once for each
+        BF16 as it is read (operands.Matrix). It is read once; a transform reads it once for each
         copy. Y of the gradient of a SwiGLU may be in E4M3.
     quantizer, group: of all copies; a group is that of a Hadamard transform, 0 is none.
     copies: one, or one for each axis. They share seed, step and placement.
     average: float32 [rows, columns], for rounding ema.
+
+    Returns what was made of each copy, in their order. Sizes and formats that the kernel does not
+    take are not noticed here: Mxfp4Kernel.refuses names them when a linear is planned.
     """
     x_scales = y = by_row = weight = None
     packed, reads, of_y = 0, "", torch.int32

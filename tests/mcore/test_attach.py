@@ -11,7 +11,7 @@ from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.model import attach as attaching
-from megatron_fp4.mcore.model import attention, executor, start_table
+from megatron_fp4.mcore.model import attention, executor, size_checks, start_table
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.model.start_table import Row, table
@@ -19,7 +19,7 @@ from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.words import gemm_words
 from megatron_fp4.recipe import GemmRecipe, Phase, Recipe
-from megatron_fp4.setting import Setting
+from megatron_fp4.setting import Setting, column_parallel
 from megatron_fp4.target import target_of
 from testing.builders.attached import model, printed, run
 from testing.worlds.launch import torchrun, train
@@ -176,6 +176,14 @@ def test_a_size_that_does_not_divide_names_the_layer_and_the_flags(
     del given["group_query_attention"]
     with pytest.raises(ConfigError, match=rf"decoder\.layers\.0\..*{says}"):
         attach(told, [model(**given)])
+
+
+def test_a_size_of_a_user_s_own_linear_is_told_without_flags(one_rank: None) -> None:
+    args = run(get_recipe("tetrajet")).args
+    with pytest.raises(ConfigError, match="own_proj: 40 inputs on a rank .* change its inputs to"):
+        size_checks.check(
+            args, get_recipe("tetrajet"), "own_proj", 40, 64, column_parallel(1), False
+        )
 
 
 def test_a_shard_that_does_not_divide_is_told_once_before_training() -> None:

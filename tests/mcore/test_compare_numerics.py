@@ -142,6 +142,22 @@ def test_averages_and_periods_of_w_come_and_go_without_being_forced(
         )
 
 
+def test_an_average_that_dgrad_alone_reads_comes_and_goes_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def recipe(name: str, rounding: str) -> list[str]:
+        path = tmp_path / name
+        gemms = "fprop: {a: {}, b: {}}\ndgrad: {a: {}, b: {rounding: " + rounding + "}}\n"
+        average = "weight_average: {beta: 0.9}\n" if rounding == "ema" else ""
+        path.write_text(gemms + average)
+        return ["--fp4-recipe", str(path), "--seed", "5"]
+
+    compare(parse(*recipe("a.yaml", "nearest")), parse(*recipe("b.yaml", "ema")))
+    assert "it goes on with averages of W" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="dgrad.b.rounding was stochastic"):  # the control
+        compare(parse(*recipe("a.yaml", "stochastic")), parse(*recipe("b.yaml", "ema")))
+
+
 @pytest.mark.parametrize(
     ("option", "difference"),
     [

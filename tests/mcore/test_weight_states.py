@@ -319,6 +319,22 @@ def test_a_launch_says_that_its_average_starts_anew(flags: str, tmp_path: Path) 
     assert "no average" not in results["nothing"].output + results["first"].output
 
 
+def test_a_checkpoint_of_the_format_torch_is_found_by_the_default_format(tmp_path: Path) -> None:
+    flags = f"{EMA} --train-iters 5"
+    results = run_in_turn(
+        1,
+        {"first": f"{flags} {saving(tmp_path, 3)} --ckpt-format torch",
+         "second": f"{flags} --load {tmp_path} --ckpt-step 3",
+         "without": f"{flags} --load {tmp_path} --ckpt-step 3 --no-load-optim"},
+        BF16,
+    )  # fmt: skip
+    first, second, without = results.values()
+    assert (first.status, second.status) == (0, 0), second.output[-3000:]
+    assert second.losses == first.losses[3:] and "no average" not in second.output
+    # Negative control: an average that begins at the weights.
+    assert without.losses != second.losses
+
+
 # --- updates --------------------------------------------------------------------------------------
 
 

@@ -211,7 +211,7 @@ def _without(recipe: dict[str, Any], field: str) -> dict[str, Any]:
     rest = {name: value for name, value in recipe.items() if field not in name.split(".")}
     if field == "weight_average":
         for name, value in rest.items():
-            if name.endswith("fprop.b.rounding") and value == "ema":
+            if name.endswith(".b.rounding") and value == "ema":
                 rest[name] = "nearest"
     return rest
 

@@ -79,7 +79,7 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return save()
         folder = non_persistent_folder(launch) if non_persistent_ckpt else Path(launch.save)
         path = _folder_of(folder, iteration)
-        if on_first(lambda: _saved == [path] and (launch.async_save or not flaw_of(path))):
+        if on_first(lambda: _saved == [path] and _stays(path, launch.async_save)):
             return None  # saved again, it would be incomplete for a while, and say the same
         told = _failure_told(f"the checkpoint of iteration {iteration}", folder, path)
         with told, _helpers_kept(launch):
@@ -101,6 +101,14 @@ def keep(iteration: int) -> None:
     end of its loop even then, and would delete the checkpoint before it writes it again.
     """
     _saved[:] = [_folder_of(Path(get_args().save), iteration)]
+
+
+def _stays(path: Path, is_async: bool) -> bool:
+    """Whether the checkpoint in folder `path`, which this run saved or loaded, is there and whole.
+
+    is_async: it may still be written, so that its folder is enough.
+    """
+    return path.is_dir() if is_async else flaw_of(path) is None
 
 
 def _folder_of(folder: Path, iteration: int) -> Path:

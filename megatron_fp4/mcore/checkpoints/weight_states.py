@@ -50,6 +50,8 @@ def _read(
     """
     if folders.problem_in(*_places(args)) or (path := folders.chosen(*_places(args))) is None:
         return None
+    if not (path / ".metadata").exists():
+        return None  # the format torch: the optimizer's own state has these tensors
     # Megatron's load_tensors_metadata fails with the properties of tensors that torch 2.15 saves.
     keys = FileSystemReader(path).read_metadata().state_dict_metadata
     states = frozenset(key for key in keys if is_of_any(key, names))

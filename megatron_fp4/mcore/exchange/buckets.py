@@ -120,6 +120,8 @@ def shards_of(bucket: Any, ranks: int, places: Mapping[Any, Place]) -> list[list
 
     Shards are those of the distributed optimizer, which pads a bucket to a multiple of the ranks.
     Without it the last ones are shorter, or empty.
+
+    bucket: of Megatron's DDP. ranks: how many sum it. places: of all its parameters.
     """
     size = bucket.grad_data.numel()
     length = -(-size // ranks)
@@ -147,6 +149,9 @@ def install(
 
     Groups of one rank are left as they are: their gradients are not sent, and not rounded. Returns
     None where there are no others.
+
+    form: the format of what is sent. key: that of the present step's random bits. places: of every
+    parameter that is trained (places.py).
     """
     groups = [group for _, group in groups_of(chunks) if ranks_of(group).size() > 1]
     if not groups:

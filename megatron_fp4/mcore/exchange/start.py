@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron.core.utils import unwrap_model
+
 from megatron_fp4.arithmetic import messages
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.errors import ConfigError
@@ -34,7 +36,7 @@ def begin(args: Namespace, run: Run | None, chunks: Sequence[Any]) -> str:
     def key() -> Key:
         return Key(args.fp4_seed, args.curr_iteration) if run is None else run.key(run.now())
 
-    exchange = install(chunks, form, key, places([chunk.module for chunk in chunks]))
+    exchange = install(chunks, form, key, places(unwrap_model(list(chunks))))
     name = messages.form_name(args.fp4_grad_comm_element)
     held = max(of_all(0 if exchange is None else exchange.slots.bytes))
     mine = [(kind, _sent_of(group)) for kind, group in groups_of(chunks)]

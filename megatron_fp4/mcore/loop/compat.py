@@ -1,4 +1,5 @@
-"""Fixes for errors of Megatron-core 0.19. plugin.py has the hooks of this package.
+"""Fixes for errors of Megatron-core 0.19, and the hooks of checkpoints (checkpoints/), which every
+launch needs. plugin.py has the other hooks of this package.
 
 They apply on every device. C stands for megatron/core, T for megatron/training.
 """

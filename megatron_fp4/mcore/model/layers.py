@@ -54,6 +54,10 @@ class Fp4State:
         else "". See `GatedMLP.join`.
     replay: gives a recomputed forward pass the counters of its first pass.
     cache: W's operands of the current step.
+
+    _pass: the forward pass of the model in which the linear was called last, by Run.passes.
+    _repeat: its earlier calls in that pass. Random bits depend on it, so that a linear that is
+        called twice in a microbatch draws others.
     """
 
     run: Run

@@ -42,7 +42,10 @@ class SavedStates:
         return self._found & recipe.kept_dtypes.keys() if recipe else frozenset()
 
     def names_for(self, group: int) -> set[str]:
-        """The states in the tensors that the optimizer of a data-parallel group would load."""
+        """The states in the tensors that an optimizer of the model would load.
+
+        group: its number in Megatron's keys; an optimizer for experts has one of its own.
+        """
         keys = [
             key for key in self.keys if key.startswith((f"{_BUCKETS}{group}.", "optimizer.state."))
         ]

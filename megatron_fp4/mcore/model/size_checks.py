@@ -80,10 +80,12 @@ def _check_parts(args: argparse.Namespace, recipe: Recipe, name: str, sharding: 
 
 
 def _product(error: SizeError, sharding: Sharding, is_expert: bool) -> str:
-    """The formula, from _SET_BY, for the number of features that `error` is about."""
+    """The formula, from _SET_BY, for the number of features that `error` is about; of a linear that
+    is not Megatron's, in words."""
     end = re.sub(r"local_experts\.\d+", "local_experts", error.where)
     number = list(_FEATURES).index(error.axis)
-    product = next(flags[number] for name, flags in _SET_BY.items() if end.endswith(name))
+    own = (flags[number] for name, flags in _SET_BY.items() if end.endswith(name))
+    product = next(own, f"its {_FEATURES[error.axis]}")
     return product + _over(sharding.ranks if sharding.w == 1 - number else 1, is_expert)
 
 

@@ -166,7 +166,10 @@ def without_recipe(args: Namespace) -> Iterator[str]:
         if name == "fp4_seed" and args.fp4_grad_comm is not None:
             continue  # gradients are rounded stochastically
         if getattr(args, name) != default:
-            yield f"{flag_of(name)} needs a recipe: add --fp4-recipe, or leave it out"
+            wanted = "a recipe: add --fp4-recipe, or leave it out"
+            if args.fp4 is not None:  # --fp4-recipe is then one of Transformer Engine
+                wanted = "a recipe of this package: leave it out, or leave out --fp4-format"
+            yield f"{flag_of(name)} needs {wanted}"
     if args.fp4 is None and args.fp4_param_gather:  # with --fp4-format it is Megatron's own
         yield "--fp4-param-gather needs a recipe: add --fp4-recipe, or leave it out"
 

@@ -54,7 +54,7 @@ _IN_WORDS = {
         "--global-batch-size {args.global_batch_size} (--eval-global-batch-size "
         "{args.eval_global_batch_size}) is not a multiple of --micro-batch-size "
         "{args.micro_batch_size} (--eval-micro-batch-size {args.eval_micro_batch_size}) x "
-        "{args.data_parallel_size} data-parallel ranks: give one that is"
+        "{args.data_parallel_size} (the data-parallel size): give one that is"
     ),
     r"max_position_embeddings \(\d+\) must be greater|max_position_embeddings >=": (
         "--seq-length {args.seq_length} is longer than --max-position-embeddings "
