@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.study.gaps import Gap
+from benchmarks.study.gaps import ENOUGH, Gap
 
 # Twice the range of three runs of `tetrajet` at 26M that differ in rounding noise alone (0.0051).
 NOISE = 0.01
@@ -60,18 +60,19 @@ def verdict(found: Gap, expects: str, most: float = 0.0) -> str:
 
     found: the differences of two recipes' held-out losses, by seed. expects: "lower", if the claim
     is that they are below 0, or "equal", if it is that they are not above `most`.
-    With a `most` above 0 the claim held if the whole 95% interval is at or below it. Otherwise
-    nothing can be told if the mean differs from `most` by no more than the spread of the seeds, or
-    by less than NOISE with fewer than four seeds.
+    With a `most` above 0 and ENOUGH seeds the claim held if the whole 95% interval is at or below
+    it. Otherwise nothing can be told if the mean differs from `most` by no more than the spread of
+    the seeds, or by less than NOISE with fewer seeds than ENOUGH.
     """
     seeds = len(found.by_seed)
-    if most and found.interval is not None and found.interval[1] <= most:
+    enough = seeds >= ENOUGH
+    if most and enough and found.interval is not None and found.interval[1] <= most:
         return "held"
     excess = Gap({seed: gap - most for seed, gap in found.by_seed.items()})
     if excess.verdict == "within the spread":
         is_even = expects == "equal" and not most
         return "no difference above the spread" if is_even else "not told"
-    if seeds < 4 and abs(excess.mean) < NOISE:
+    if not enough and abs(excess.mean) < NOISE:
         return "not told"
     held = "not held" if excess.mean > 0 else "held"
     return held + (", one seed" if seeds == 1 else "")

@@ -14,6 +14,7 @@ from tools.rows import Row
 
 DRAWS = 10_000  # resamples of the bootstrap
 LEVEL = 0.95  # of its interval
+ENOUGH = 4  # seeds; of fewer the interval goes from the smallest to the largest, and is too narrow
 _FIRST = 20_250_220  # the bootstrap's seed: the same rows give the same interval
 
 
