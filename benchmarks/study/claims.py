@@ -1,81 +1,23 @@
-"""The table of papers' claims in docs/recipes.md: what each paper says of a recipe's loss, the runs
-of this project that test it, and the verdict on it."""
+"""The papers' claims in docs/recipes.md: what each paper says of a recipe's loss, and the runs of
+this project that test it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from benchmarks.study.verdicts import Claim, Pair
 
-from benchmarks.study.gaps import ENOUGH, Gap
-
-# Twice the range of three runs of `tetrajet` at 26M that differ in rounding noise alone (0.0051).
-NOISE = 0.01
 BLOCKS_32 = "tools.sweep.building:combined,rule=ceil,backward_rule=ceil"
 UE5M3 = (
     "tools.sweep.building:combined,scale=ue5m3,block=16,rule=nearest,backward_rule=inflated,"
     "outer_scale=tensor"
 )
-SR, TRANSFORM = ",rounding=backward", ",hadamard=backward,group=32"
+# Stochastic rounding of all operands of the backward pass, and of dY alone; neither requantizes the
+# X and W of fprop.
+SR, SR_OF_DY = ",rounding=backward", ",rounding=gradients"
+TRANSFORM = ",hadamard=backward,group=32"
 FOLDER = "benchmarks/study/candidates"
 OFTEN = "tetrajet-ramping,ramping_interval_share=0.1"  # calibrates after every tenth of a run
 RAMPING = f"{OFTEN},ramping_calibration=10"
 SPACE, OSCILLATION = "design-space.md", "notes/oscillation.md"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The held-out loss of a recipe minus that of another one.
-
-    study: of which results; "" is the page's first comparison. rate: its learning rate, where a
-    study has several; of several lengths the longest is meant.
-    """
-
-    recipe: str
-    against: str
-    study: str = ""
-    rate: float | None = None
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim of a paper, a key of PAPERS.
-
-    pair: the comparison that tests it; `expects` is what the paper says of it: "lower", or "equal",
-    no difference above `most`, which is what the paper itself saw. Without a pair `seen` is what
-    `page` says, and `verdict` what follows.
-    """
-
-    paper: str
-    text: str
-    pair: Pair | None = None
-    expects: Literal["lower", "equal"] = "lower"
-    most: float = 0.0
-    seen: str = ""
-    page: str = ""
-    verdict: str = ""
-
-
-def verdict(found: Gap, expects: str, most: float = 0.0) -> str:
-    """Whether a paper's claim held, in the words of the table.
-
-    found: the differences of two recipes' held-out losses, by seed. expects: "lower", if the claim
-    is that they are below 0, or "equal", if it is that they are not above `most`.
-    With a `most` above 0 and ENOUGH seeds the claim held if the whole 95% interval is at or below
-    it. Otherwise nothing can be told if the mean differs from `most` by no more than the spread of
-    the seeds, or by less than NOISE with fewer seeds than ENOUGH.
-    """
-    seeds = len(found.by_seed)
-    enough = seeds >= ENOUGH
-    if most and enough and found.interval is not None and found.interval[1] <= most:
-        return "held"
-    excess = Gap({seed: gap - most for seed, gap in found.by_seed.items()})
-    if excess.verdict == "within the spread":
-        is_even = expects == "equal" and not most
-        return "no difference above the spread" if is_even else "not told"
-    if not enough and abs(excess.mean) < NOISE:
-        return "not told"
-    held = "not held" if excess.mean > 0 else "held"
-    return held + (", one seed" if seeds == 1 else "")
 
 
 def candidate(name: str) -> str:
@@ -98,6 +40,8 @@ PAPERS = {
     _AVERIS: "Averis",
     _CHON: "Dissecting Outlier Dynamics",
 }
+# Rows of design-space.md: in which formats of scales a change is made.
+_ANY, _SCALED = "E8M0, E4M3, UE5M3", "E4M3, UE5M3, tensor scale"
 _EMA = "Q-EMA lowers the loss"
 _RAMPING = "Q-Ramping lowers the loss"
 _SAME = "FP4 in dgrad and wgrad alone, transformed and rounded stochastically, costs 0.02 at 345M"
@@ -108,21 +52,47 @@ CLAIMS = [
     Claim(_TETRAJET, "TetraJet loses less than plain MXFP4", Pair("tetrajet", "mxfp4")),
     Claim(
         _TETRAJET,
-        "most of the loss is of the forward pass: a BF16 forward pass loses less",
+        "a BF16 forward pass loses less (the two differ in the backward pass too)",
         Pair("mxfp4-rht-sr", "tetrajet"),
     ),
     Claim(
         _TETRAJET,
-        "stochastic rounding in dgrad and wgrad, with double quantization, loses less than nearest",
+        "most of the loss is of the forward pass",
+        effects=(f"fprop in BF16 | {_ANY}", f"dgrad and wgrad in BF16 | {_ANY}"),
+        verdict="held for fprop in 300 steps, not told for dgrad and wgrad",
+    ),
+    Claim(
+        _TETRAJET,
+        "stochastic rounding of all operands, with double quantization, loses less than nearest",
         Pair(candidate("tetrajet-then-fp8"), candidate("nearest-then-fp8")),
     ),
     Claim(
         _TETRAJET,
-        "scales that never clip lose less than those that may",
-        seen="in the backward pass `floor` raises the loss by 0.0079 (+0.0006 to +0.0153); in the "
-        "forward pass it changes -0.0057 (-0.0159 to +0.0045)",
-        page=SPACE,
-        verdict="held in the backward pass, not told in the forward pass",
+        "stochastic rounding of dY alone, from the original W and X, loses less than nearest",
+        Pair(BLOCKS_32 + SR_OF_DY, BLOCKS_32, "backward-3M"),
+    ),
+    Claim(
+        _TETRAJET,
+        "stochastic rounding of all operands, from the original W and X, loses more than nearest",
+        Pair(BLOCKS_32 + SR, BLOCKS_32, "backward-3M"),
+        expects="higher",
+    ),
+    Claim(
+        _TETRAJET,
+        "double quantization lowers the loss (here beside stochastic rounding of dY alone)",
+        effects=(f"the backward pass with the X and W of fprop | {_ANY}",),
+    ),
+    Claim(
+        _TETRAJET,
+        "scales that never clip lose less than those that may, in the backward pass",
+        effects=("rule floor of the backward pass in place of ceil | E8M0",),
+        expects="higher",
+    ),
+    Claim(
+        _TETRAJET,
+        "the same in the forward pass",
+        effects=("rule floor of fprop in place of ceil | E8M0",),
+        expects="higher",
     ),
     Claim(
         _TETRAJET,
@@ -154,15 +124,45 @@ CLAIMS = [
         "the transform of the backward pass lowers the loss, where all is rounded to nearest",
         Pair(BLOCKS_32 + TRANSFORM, BLOCKS_32, "backward-3M"),
     ),
-    Claim(
-        _MXFP4,
-        "the same beside stochastic rounding",
-        Pair(BLOCKS_32 + SR + TRANSFORM, BLOCKS_32 + SR, "backward-3M"),
+    *(
+        Claim(_MXFP4, f"the same {where}", Pair(other + TRANSFORM, other, "backward-3M"))
+        for where, other in (
+            ("beside stochastic rounding", BLOCKS_32 + SR),
+            ("beside stochastic rounding of dY alone", BLOCKS_32 + SR_OF_DY),
+            ("under UE5M3 scales", UE5M3),
+            ("under UE5M3 scales, beside stochastic rounding", UE5M3 + SR),
+            ("under UE5M3 scales, beside stochastic rounding of dY alone", UE5M3 + SR_OF_DY),
+        )
     ),
     Claim(
         _MXFP4,
         "stochastic rounding lowers the loss beside the transform",
         Pair(BLOCKS_32 + SR + TRANSFORM, BLOCKS_32 + TRANSFORM, "backward-3M"),
+    ),
+    Claim(
+        _MXFP4,
+        "the same of dY alone",
+        Pair(BLOCKS_32 + SR_OF_DY + TRANSFORM, BLOCKS_32 + TRANSFORM, "backward-3M"),
+    ),
+    Claim(
+        _MXFP4,
+        "a larger group of the transform loses less: 64 against 32",
+        effects=(f"groups of 64 in place of 32 | {_ANY}, Hadamard",),
+    ),
+    Claim(
+        _MXFP4,
+        "16, less than the paper has, loses more than 32",
+        effects=(f"groups of 16 in place of 32 | {_ANY}, Hadamard",),
+        expects="higher",
+    ),
+    Claim(
+        _MXFP4,
+        "values times 3/4, which do not clip, lose less than those that may",
+        effects=(
+            "rule three-quarters of the backward pass in place of ceil | E8M0",
+            "rule floor of the backward pass in place of ceil | E8M0",
+        ),
+        verdict="not told",
     ),
     Claim(_DGE, "DGE of W lowers the loss", Pair(candidate("tetrajet-dge"), "tetrajet")),
     Claim(
@@ -181,6 +181,12 @@ CLAIMS = [
         page=SPACE,
         verdict="held in 300 steps",
     ),
+    Claim(
+        _DGE,
+        "DGE is for W alone: for X, or for both, it raises the loss",
+        effects=(f"DGE of x in place of W | {_ANY}", f"DGE of both in place of W | {_ANY}"),
+        expects="higher",
+    ),
     Claim(_DGE, _WHOLE, Pair("dge-occ", "bf16"), "equal", 0.06),
     Claim(_DGE, _WHOLE, Pair("dge-occ", "bf16", "few-bits"), "equal", 0.06),
     Claim(_DGE, _WHOLE, Pair("dge-occ", "bf16", "recipes-3M"), "equal", 0.06),
@@ -194,16 +200,26 @@ CLAIMS = [
     Claim(
         _SPACE,
         "the format of block scales matters most",
-        seen="under a tensor scale E4M3 lowers the loss of E8M0 by 0.014, and UE5M3 by 0.011",
-        page=SPACE,
+        effects=tuple(
+            f"scales in {name} under a tensor scale | in place of E8M0"
+            for name in ("E4M3", "UE5M3")
+        ),
         verdict="not told: it matters, and other parts as much",
     ),
     Claim(
         _SPACE,
+        "unquantized scales lose less than E8M0",
+        effects=("scales in float32 | in place of E8M0",),
+    ),
+    Claim(
+        _SPACE,
+        "blocks of 16 lose less than blocks of 32, under E8M0",
+        effects=("The scale's format is the bottleneck: blocks of 16 help E8M0",),
+    ),
+    Claim(
+        _SPACE,
         "UE5M3 is better than E4M3",
-        seen="whether it is better is not decided",
-        page=SPACE,
-        verdict="not told",
+        effects=("scales in UE5M3 | in place of E4M3, tensor scale",),
     ),
     Claim(
         _SPACE,
@@ -214,8 +230,24 @@ CLAIMS = [
     ),
     Claim(
         _SPACE,
+        "loss scaling, an axis of the paper, lowers the loss",
+        effects=(
+            "a loss scale of 65536 | UE5M3",
+            "a loss scale of 65536 | UE5M3, tensor scale",
+        ),
+        stage="diffusion",
+        seen="the language model was not trained with it",
+        verdict="held in a small model without a tensor scale",
+    ),
+    Claim(
+        _SPACE,
         "UE5M3 needs stochastic rounding in dgrad and wgrad",
         Pair(UE5M3 + SR, UE5M3, "backward-3M"),
+    ),
+    Claim(
+        _SPACE,
+        "the same beside a Hadamard transform",
+        Pair(UE5M3 + SR + TRANSFORM, UE5M3 + TRANSFORM, "backward-3M"),
     ),
     Claim(
         _SPACE,
@@ -253,22 +285,39 @@ CLAIMS = [
     Claim(
         _NVIDIA,
         "square blocks of W lower the loss",
-        seen="they change it by -0.0021 (-0.0058 to +0.0017), in four pairs of 300 steps at 3M",
-        page=SPACE,
-        verdict="not told",
+        effects=(f"square blocks of W | {_ANY}",),
+    ),
+    Claim(
+        _NVIDIA,
+        "a Hadamard transform of wgrad lowers the loss",
+        effects=(f"a Hadamard transform of wgrad | {_ANY}",),
     ),
     Claim(
         _NVIDIA,
         "one fixed vector of signs does as well as random ones",
-        seen="fixed signs change the loss by -0.0062 (-0.0183 to +0.0059), in four such pairs",
-        page=SPACE,
-        verdict="no difference above the spread",
+        effects=(f"signs fixed | {_ANY}, Hadamard",),
+        expects="equal",
+    ),
+    Claim(
+        _NVIDIA,
+        "stochastic rounding of dY lowers the loss",
+        effects=("Under a tensor scale stochastic rounding of dY helps",),
+    ),
+    Claim(
+        _NVIDIA,
+        "the same in longer runs, under UE5M3 scales",
+        Pair(UE5M3 + SR_OF_DY, UE5M3, "backward-3M"),
     ),
     Claim(_SIX, "four-over-six loses less than NVFP4", Pair("four-over-six", "nvfp4-nvidia")),
     Claim(
         _SIX,
         "four-over-six loses less than NVFP4",
         Pair("four-over-six", "nvfp4-nvidia", "recipes-3M"),
+    ),
+    Claim(
+        _SIX,
+        "its rule for scales lowers the loss by itself",
+        effects=(f"rule four-over-six of fprop in place of nearest | {_SCALED}",),
     ),
     Claim(
         _QUARTET,
@@ -290,9 +339,9 @@ CLAIMS = [
     Claim(
         _AVERIS,
         "the mean of X multiplied apart lowers the loss",
-        seen="the interval of its effect on the loss contains 0",
-        page=SPACE,
-        verdict="not told",
+        effects=(f"the mean of X subtracted | {_ANY}",),
+        seen="evaluation keeps the mean ([recipe-files.md](recipe-files.md#the-mean-of-x)); the "
+        "training loss changes by +0.0006",
     ),
     Claim(
         _CHON,

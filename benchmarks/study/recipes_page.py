@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 from benchmarks.study import matrix, results, showing, tables
-from benchmarks.study.claims import CLAIMS, PAPERS, Claim, Pair, candidate, verdict
+from benchmarks.study.claims import candidate
+from benchmarks.study.claims_table import claims_table
 from benchmarks.study.errors import StudyError
+from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap
 from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
 from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_of, step_of
 from benchmarks.study.recipe_facts import words as words_of
 from benchmarks.study.sizes import SIZES
+from benchmarks.study.small_models import small_table
 from megatron_fp4 import Recipe, list_recipes
 from megatron_fp4.estimate.plans import BF16 as UNQUANTIZED
 from tools import pages
@@ -27,9 +29,7 @@ from tools.rows import Row
 # registered, and the file is equal to it.
 OWN = {"tetrajet-fp8": candidate("fp8-ends-then-fp8")}
 MATRICES = ["recipes", "candidates", "sizes"]  # of the same text and rate
-# Studies of smaller models and shorter runs.
-SMALL = ["recipes-3M", "few-bits", "oscillation-3M", "sweep-best"]
-NOT_RUN, NOT_MEASURED = "not run", "not measured"
+NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def sections(found: Comparison) -> dict[str, str]:
         "recipes: losses": "\n\n".join(losses),
         "recipes: words": "\n".join(words_table([*found.registered, *found.others])),
         "recipes: small models": "\n".join(small_table()),
-        "recipes: claims": "\n".join(claims_table(found)),
+        "recipes: claims": "\n".join(claims_table(found.rows, found.cells[0])),
     }
 
 
@@ -129,7 +129,7 @@ def head(found: Comparison) -> str:
     body = [
         [
             _linked(name, ""),
-            *_loss(found.gap(name))[:3],
+            *loss_cells(found.gap(name))[:3],
             *(_in_cell(found, name, cell) for cell in others),
             speed(name, "")[0],
         ]
@@ -145,7 +145,7 @@ def loss_table(found: Comparison, names: list[str]) -> list[str]:
     heads += [*map(_minus, others), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
     body = []
     for name in names:
-        line = [_linked(name, "../"), *_loss(None if name == BF16 else found.gap(name))]
+        line = [_linked(name, "../"), *loss_cells(None if name == BF16 else found.gap(name))]
         if name == BF16:
             line = [f"`{BF16}`", "", "0", "1", ""]
         line += [_in_cell(found, name, cell) for cell in others]
@@ -166,7 +166,7 @@ def _minus(cell: Cell) -> str:
 
 def _in_cell(found: Comparison, name: str, cell: Cell) -> str:
     """A recipe's gap in a cell, with its seeds."""
-    return "0" if name == BF16 else _gap_and_seeds(found.gap(name, cell))
+    return "0" if name == BF16 else gap_and_seeds(found.gap(name, cell))
 
 
 def _recipe(name: str) -> Recipe:
@@ -179,62 +179,6 @@ def words_table(names: list[str]) -> list[str]:
     """What each recipe quantizes."""
     body = [[_linked(name, "../"), *words_of(_recipe(name))] for name in names]
     return table(["recipe", "fprop", "dgrad", "wgrad", "besides"], body)
-
-
-def small_table() -> list[str]:
-    """The gaps of registered recipes in the studies SMALL: the longest runs of each."""
-    heads = ["study", "size", "tokens", "learning rate", "further flags", "recipe", "seeds"]
-    body = []
-    for name in SMALL:
-        rows, study = _small(name)
-        longest = max(row["configuration"]["steps"] for row in rows)
-        for cell in (cell for cell in tables.cells(rows) if cell.steps == longest):
-            flags = f"`{study.flags}`" if study.flags else ""
-            place = [f"`{name}`", cell.size, _tokens(cell), f"{cell.learning_rate:g}", flags]
-            body += [
-                [*place, f"`{recipe}`", *_loss(own)]
-                for recipe in tables.recipes(rows)
-                if recipe.partition(",")[0] in list_recipes()  # perhaps with options, but no flags
-                and len(recipe.split()) == 1
-                and (own := gap(rows, cell, recipe, BF16)) is not None
-            ]
-    return table([*heads, "loss minus BF16's", "perplexity ratio", "mean is"], body)
-
-
-def claims_table(found: Comparison) -> list[str]:
-    """What papers claim, what was seen, and whether the claim held."""
-    body = []
-    for claim in CLAIMS:
-        source = f"{PAPERS[claim.paper]}, [{claim.paper}](https://arxiv.org/abs/{claim.paper})"
-        body.append([source, claim.text, *seen_of(found, claim)])
-    return table(["paper", "claim", "seen here", "the claim is"], body)
-
-
-def seen_of(found: Comparison, claim: Claim) -> list[str]:
-    """[what was seen of a claim, its verdict]."""
-    if claim.pair is None:
-        return [f"[{claim.page}]({claim.page}): {claim.seen}", claim.verdict]
-    where, own = of_pair(found, claim.pair)
-    names = f"{_short(claim.pair.recipe)} minus {_short(claim.pair.against)}, {where}"
-    if own is None:
-        return [f"{names}: {NOT_RUN}", NOT_RUN]
-    return [f"{names}: {_gap_and_seeds(own)}", verdict(own, claim.expects, claim.most)]
-
-
-def of_pair(found: Comparison, pair: Pair) -> tuple[str, Gap | None]:
-    """(where a comparison was made, its gap)."""
-    if not pair.study:
-        first = found.cells[0]
-        return label(first), gap(found.rows, first, pair.recipe, pair.against)
-    rows, _ = _small(pair.study)
-    cells = [cell for cell in tables.cells(rows) if pair.rate in (None, cell.learning_rate)]
-    where = f"[`{pair.study}`](study.md#run-a-matrix), {label(cells[-1])}"
-    return where, gap(rows, cells[-1], pair.recipe, pair.against)
-
-
-def label(cell: Cell) -> str:
-    """A cell in a few words, as in "26M, 200M tokens, rate 0.002"."""
-    return f"{cell.size}, {_tokens(cell)} tokens, rate {cell.learning_rate:g}"
 
 
 def speed(name: str, up: str) -> list[str]:
@@ -298,20 +242,6 @@ def into(page: str, made: dict[str, str]) -> str:
     return page
 
 
-@cache  # several claims are of one study
-def _small(name: str) -> tuple[list[Row], matrix.Matrix]:
-    """(the finished runs of a matrix, the matrix)."""
-    study = matrix.read(name)
-    rows, _ = showing.rows_of(study, results.read(RESULTS / f"study-{name}.jsonl"))
-    return rows, study
-
-
-def _short(entry: str) -> str:
-    """A recipe of a matrix by its name: a file's without its folder, a combination's words."""
-    name = Path(entry).stem if entry.endswith(".yaml") else entry
-    return f"`{name.removeprefix('tools.sweep.building:combined,')}`"
-
-
 def _named(row: Row) -> Row:
     """A row under the name of OWN, where its recipe is a file of it."""
     names = {file: name for name, file in OWN.items()}
@@ -322,36 +252,6 @@ def _named(row: Row) -> Row:
 def _linked(name: str, up: str) -> str:
     """A recipe's name, with a link to the file of a candidate."""
     return f"[`{Path(name).stem}`]({up}{name})" if name.endswith(".yaml") else f"`{name}`"
-
-
-def _loss(found: Gap | None) -> list[str]:
-    """[seeds, gap and interval, perplexity ratio, verdict]."""
-    if found is None:
-        return ["", NOT_RUN, "", ""]
-    return [
-        str(len(found.by_seed)),
-        gap_words(found),
-        f"{math.exp(found.mean):.3f}",
-        found.verdict,
-    ]
-
-
-def gap_words(found: Gap) -> str:
-    """A gap with its interval, if it has one."""
-    interval = "" if found.interval is None else " ({:+.3f} to {:+.3f})".format(*found.interval)
-    return f"{found.mean:+.3f}{interval}"
-
-
-def _gap_and_seeds(found: Gap | None) -> str:
-    if found is None:
-        return NOT_RUN
-    seeds = len(found.by_seed)
-    return f"{gap_words(found)}, {seeds} seed{'s' if seeds > 1 else ''}"
-
-
-def _tokens(cell: Cell) -> str:
-    millions = cell.steps * SIZES[cell.size].tokens / 1e6
-    return f"{millions:.0f}M" if millions >= 10 else f"{millions:.1f}M"
 
 
 def _bits(recipe: Recipe) -> list[str]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.study.configuration import configuration, hash_of
-from benchmarks.study.gaps import Cell, Gap, bootstrap, gap, spread
+from benchmarks.study.gap_words import gap_and_seeds
+from benchmarks.study.gaps import ENOUGH, Cell, Gap, bootstrap, gap, spread
 from benchmarks.study.matrix import Matrix, Point
 from tools.installed_text import Text
 
@@ -109,3 +110,23 @@ def test_the_interval_is_scipys() -> None:
 def test_the_spread() -> None:
     assert spread([3.0]) is None and spread([]) is None
     assert spread([1.0, 4.0, 2.0]) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("differences", "words"),
+    [
+        ([0.004], "+0.004, 1 seed"),
+        ([0.017, 0.011], "+0.014 (+0.017, +0.011), 2 seeds"),
+        ([0.017, 0.011, 0.02], "+0.016 (+0.017, +0.011, +0.020), 3 seeds"),
+        ([0.02, 0.02, 0.02, 0.02], "+0.020 (+0.020 to +0.020), 4 seeds"),
+    ],
+)
+def test_few_seeds_are_shown_in_place_of_an_interval(differences: list[float], words: str) -> None:
+    found = Gap(dict(enumerate(differences)))
+    assert gap_and_seeds(found) == words
+    # The mistake: the interval of two or three seeds.
+    assert (" to " in gap_and_seeds(found)) == (len(differences) >= ENOUGH)
+
+
+def test_a_gap_that_was_not_run() -> None:
+    assert gap_and_seeds(None) == "not run"

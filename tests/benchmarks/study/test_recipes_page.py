@@ -12,13 +12,15 @@ import pytest
 
 from benchmarks.study import recipe_facts, recipes_page, tables
 from benchmarks.study.__main__ import main
-from benchmarks.study.claims import CLAIMS, NOISE, PAPERS, candidate, verdict
+from benchmarks.study.claims import candidate
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Gap, gap
 from benchmarks.study.matrix import BF16, recipe_of
 from benchmarks.study.pictures import draw_over_tokens, held_out_gaps
 from benchmarks.study.recipes_page import OWN, Comparison
 from benchmarks.study.sizes import SIZES
+from benchmarks.study.small_models import runs_of_study
+from benchmarks.study.verdicts import NOISE
 from megatron_fp4 import Recipe, get_recipe, list_recipes
 from megatron_fp4.estimate.plans import recipe_named
 
@@ -47,7 +49,7 @@ def step_of(name: str) -> recipe_facts.Speed | None:
 
 def of_study(study: str, name: str, rate: float) -> Gap:
     """The held-out loss of a recipe minus BF16's in a matrix, at a learning rate."""
-    rows, _ = recipes_page._small(study)
+    rows, _ = runs_of_study(study)
     [cell] = [cell for cell in tables.cells(rows) if cell.learning_rate == rate]
     own = gap(rows, cell, name, BF16)
     assert own is not None
@@ -240,32 +242,6 @@ def test_the_own_recipe_has_fp8_where_the_pages_say() -> None:
     assert places == [(1, 0, "fp8"), (0, 1, "fp8")]
 
 
-def test_figures_of_claims_that_refer_to_a_page_are_on_it() -> None:
-    for claim in CLAIMS:
-        assert (claim.pair is None) == bool(claim.seen and claim.page and claim.verdict)
-        page = (ROOT / "docs" / claim.page).read_text() if claim.page else ""
-        for figure in re.findall(r"[+-]?\d+\.\d+", claim.seen):
-            assert figure in page, (claim.text, figure)
-    assert {claim.paper for claim in CLAIMS} == PAPERS.keys()
-
-
-@pytest.mark.parametrize(
-    ("by_seed", "lower", "equal"),
-    [
-        ({1: -0.02, 2: -0.03}, "held", "held"),
-        ({1: 0.02, 2: 0.03}, "not held", "not held"),
-        ({1: -0.02, 2: 0.03}, "not told", "no difference above the spread"),
-        ({1: -0.007, 2: -0.0071}, "not told", "not told"),
-        ({1: -0.007, 2: -0.0071, 3: -0.007}, "not told", "not told"),
-        ({1: -0.007, 2: -0.0071, 3: -0.007, 4: -0.007}, "held", "held"),
-        ({1: 0.009}, "not told", "not told"),
-        ({1: 0.02}, "not held, one seed", "not held, one seed"),
-    ],
-)
-def test_the_verdict_of_a_claim(by_seed: dict[int, float], lower: str, equal: str) -> None:
-    assert [verdict(Gap(by_seed), expects) for expects in ("lower", "equal")] == [lower, equal]
-
-
 def test_bits_are_those_of_formats() -> None:
     """Of blocks of 32 and 16 with scales of 8 bits, of FP8 with a float32 scale a row, and BF16."""
     fp8 = 8 + 32 / 4096
@@ -315,26 +291,3 @@ def test_a_page_without_marker_lines_is_refused(tmp_path: Path) -> None:
     assert main(["recipes", "--page", str(page), "--readme", str(ROOT / "README.md")]) == 2
     with pytest.raises(StudyError, match="no run of a recipe"):
         recipes_page.comparison(tmp_path)
-
-
-def test_a_claim_may_allow_a_difference() -> None:
-    found = Gap({1: 0.024, 2: 0.026})
-    assert verdict(found, "equal") == verdict(found, "equal", 0.01) == "not held"
-    assert verdict(found, "equal", 0.04) == "held"
-    for most in (0.02, 0.03):  # by less than rounding noise above and below it
-        assert verdict(found, "equal", most) == "not told"
-    wide = Gap({1: 0.0, 2: 0.02, 3: 0.018, 4: 0.002})
-    assert verdict(wide, "equal", 0.02) == "held"
-    assert verdict(wide, "equal", 0.015) == "not told"
-    assert verdict(Gap({1: 0.056, 2: 0.079}), "equal", 0.06) == "not told"
-    assert verdict(Gap({1: 0.07, 2: 0.072, 3: 0.071, 4: 0.07}), "equal", 0.065) == "not held"
-
-
-@pytest.mark.parametrize("seeds", [2, 3])
-def test_the_interval_of_few_seeds_decides_nothing(seeds: int) -> None:
-    """The mistake: two or three seeds below the figure of a claim count as a whole interval."""
-    few, far = Gap(dict.fromkeys(range(seeds), 0.014)), Gap(dict.fromkeys(range(seeds), 0.009))
-    assert few.interval is not None and few.interval[1] <= 0.02
-    assert verdict(few, "equal", 0.02) == "not told"  # NOISE is larger than the distance of 0.006
-    assert verdict(far, "equal", 0.02) == "held"  # by more than NOISE, with no spread
-    assert verdict(Gap(dict.fromkeys(range(4), 0.014)), "equal", 0.02) == "held"

@@ -1,0 +1,75 @@
+"""The table of the papers' claims in docs/recipes.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.study import tables
+from benchmarks.study.claims import CLAIMS, PAPERS, SPACE
+from benchmarks.study.gap_words import NOT_RUN, gap_and_seeds, label
+from benchmarks.study.gaps import Cell, Gap, gap
+from benchmarks.study.recipe_facts import RESULTS
+from benchmarks.study.small_models import runs_of_study
+from benchmarks.study.verdicts import Claim, Pair, effect_of, verdict, verdict_of_effect
+from tools.pages import table
+from tools.rows import Row
+
+DOCS = RESULTS.parents[1] / "docs"
+
+
+def claims_table(rows: list[Row], first: Cell) -> list[str]:
+    """What papers claim, what was seen, and whether the claim held.
+
+    rows: the finished runs of the page's comparison. first: its first cell.
+    """
+    space = (DOCS / SPACE).read_text()
+    body = []
+    for claim in CLAIMS:
+        source = f"{PAPERS[claim.paper]}, [{claim.paper}](https://arxiv.org/abs/{claim.paper})"
+        if claim.pair is not None:
+            seen = seen_of_pair(rows, first, claim, claim.pair)
+        elif claim.effects:
+            seen = seen_of_effects(space, claim)
+        else:
+            seen = [f"[{claim.page}]({claim.page}): {claim.seen}", claim.verdict]
+        body.append([source, claim.text, *seen])
+    return table(["paper", "claim", "seen here", "the claim is"], body)
+
+
+def seen_of_pair(rows: list[Row], first: Cell, claim: Claim, pair: Pair) -> list[str]:
+    """[what was seen of the claim of a pair, its verdict]."""
+    where, own = of_pair(rows, first, pair)
+    names = f"{_short(pair.recipe)} minus {_short(pair.against)}, {where}"
+    if own is None:
+        return [f"{names}: {NOT_RUN}", NOT_RUN]
+    return [f"{names}: {gap_and_seeds(own)}", verdict(own, claim.expects, claim.most)]
+
+
+def seen_of_effects(space: str, claim: Claim) -> list[str]:
+    """[what was seen of a claim with effects, its verdict]. space: the text of design-space.md."""
+    found = {row: effect_of(space, row, claim.stage) for row in claim.effects}
+    seen = [
+        f"{row.replace(' | ', ', ')}: {each.mean:+.4f} ({each.low:+.4f} to {each.high:+.4f}), "
+        f"{each.pairs} pairs"
+        for row, each in found.items()
+    ]
+    seen += [claim.seen] if claim.seen else []
+    verdicts = dict.fromkeys(verdict_of_effect(each, claim.expects) for each in found.values())
+    place = f"[{SPACE}]({SPACE}#results), `{claim.stage}`"
+    return [f"{place}: {'; '.join(seen)}", claim.verdict or "; ".join(verdicts)]
+
+
+def of_pair(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, Gap | None]:
+    """(where a comparison was made, its gap). rows, first: as in `claims_table`."""
+    if not pair.study:
+        return label(first), gap(rows, first, pair.recipe, pair.against)
+    own, _ = runs_of_study(pair.study)
+    cells = [cell for cell in tables.cells(own) if pair.rate in (None, cell.learning_rate)]
+    where = f"[`{pair.study}`](study.md#run-a-matrix), {label(cells[-1])}"
+    return where, gap(own, cells[-1], pair.recipe, pair.against)
+
+
+def _short(entry: str) -> str:
+    """A recipe of a matrix by its name: a file's without its folder, a combination's words."""
+    name = Path(entry).stem if entry.endswith(".yaml") else entry
+    return f"`{name.removeprefix('tools.sweep.building:combined,')}`"
