@@ -9,7 +9,7 @@ from benchmarks.study.claims import CLAIMS, PAPERS, SPACE
 from benchmarks.study.gap_words import NOT_RUN, gap_and_seeds, label
 from benchmarks.study.gaps import Cell, Gap, gap
 from benchmarks.study.recipe_facts import RESULTS
-from benchmarks.study.small_models import runs_of_study
+from benchmarks.study.small_models import earlier_numerics, runs_of_study
 from benchmarks.study.verdicts import Claim, Pair, effect_of, verdict, verdict_of_effect
 from tools.pages import table
 from tools.rows import Row
@@ -65,7 +65,8 @@ def of_pair(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, Gap | None]:
         return label(first), gap(rows, first, pair.recipe, pair.against)
     own, _ = runs_of_study(pair.study)
     cells = [cell for cell in tables.cells(own) if pair.rate in (None, cell.learning_rate)]
-    where = f"[`{pair.study}`](study.md#run-a-matrix), {label(cells[-1])}"
+    study = f"[`{pair.study}`](study.md#run-a-matrix){earlier_numerics(own)}"
+    where = f"{study}, {label(cells[-1])}"
     return where, gap(own, cells[-1], pair.recipe, pair.against)
 
 

@@ -34,12 +34,14 @@ SETTING = Setting(
 class Speed:
     """How fast a training step is.
 
-    ratio: in times of BF16's speed in the same file. tokens: a second. files: the names of the
-        results, one for each phase of the recipe, which is measured by itself.
+    ratio: in times of BF16's speed in the same file. tokens: a second. bf16: BF16's tokens a second
+        in the file, of several the first. files: the names of the results, one for each phase of
+        the recipe, which is measured by itself.
     """
 
     ratio: float
     tokens: float
+    bf16: float
     files: tuple[str, ...]
 
 
@@ -91,8 +93,8 @@ def step_of(name: str, recipe: Recipe) -> Speed | None:
         return None
     times = (share / each.ratio for share, each in zip(recipe.shares, speeds, strict=True))
     ratio = 1 / sum(times)
-    bf16 = speeds[0].tokens / speeds[0].ratio
-    return Speed(ratio, ratio * bf16, tuple(file for each in speeds for file in each.files))
+    bf16 = speeds[0].bf16
+    return Speed(ratio, ratio * bf16, bf16, tuple(f for each in speeds for f in each.files))
 
 
 def linear_of(name: str) -> tuple[float, float] | None:
@@ -107,8 +109,8 @@ def linear_of(name: str) -> tuple[float, float] | None:
 
 def _speed(file: str, name: str) -> Speed:
     """The speed of a row of `file`."""
-    rows = _rows(file)
-    return Speed(rows[BF16]["ms"] / rows[name]["ms"], rows[name]["tokens/s"], (file,))
+    own, bf16 = _rows(file)[name], _rows(file)[BF16]
+    return Speed(bf16["ms"] / own["ms"], own["tokens/s"], bf16["tokens/s"], (file,))
 
 
 def _speed_of(recipe: Recipe) -> Speed | None:

@@ -11,7 +11,7 @@ from benchmarks.study import matrix, results, showing, tables
 from benchmarks.study.claims import candidate
 from benchmarks.study.claims_table import claims_table
 from benchmarks.study.errors import StudyError
-from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells
+from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells, perplexity
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap
 from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
@@ -125,12 +125,12 @@ def head(found: Comparison) -> str:
     names = [name for name in found.registered if found.gap(name) is not None]
     others = _others(found, names)
     heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio"]
-    heads += [*map(_minus, others), "step, times BF16"]
+    heads += [*_heads_of(others), "step, times BF16"]
     body = [
         [
             _linked(name, ""),
             *loss_cells(found.gap(name))[:3],
-            *(_in_cell(found, name, cell) for cell in others),
+            *_in_cells(found, name, others),
             speed(name, "")[0],
         ]
         for name in names
@@ -142,13 +142,13 @@ def loss_table(found: Comparison, names: list[str]) -> list[str]:
     """What the recipes cost in loss, how fast they are, and their bits."""
     others = _others(found, names)
     heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio", "mean is"]
-    heads += [*map(_minus, others), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
+    heads += [*_heads_of(others), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
     body = []
     for name in names:
         line = [_linked(name, "../"), *loss_cells(None if name == BF16 else found.gap(name))]
         if name == BF16:
             line = [f"`{BF16}`", "", "0", "1", ""]
-        line += [_in_cell(found, name, cell) for cell in others]
+        line += _in_cells(found, name, others)
         body.append([*line, *speed(name, "../"), *_bits(_recipe(name))])
     return table(heads, body)
 
@@ -164,9 +164,17 @@ def _minus(cell: Cell) -> str:
     return f"loss minus BF16's, {label(cell)}"
 
 
-def _in_cell(found: Comparison, name: str, cell: Cell) -> str:
-    """A recipe's gap in a cell, with its seeds."""
-    return "0" if name == BF16 else gap_and_seeds(found.gap(name, cell))
+def _heads_of(cells: list[Cell]) -> list[str]:
+    """The heads of the columns of `_in_cells`."""
+    return [head for c in cells for head in (_minus(c), f"perplexity ratio, {c.size}")]
+
+
+def _in_cells(found: Comparison, name: str, cells: list[Cell]) -> list[str]:
+    """For each cell a recipe's gap with its seeds, and its perplexity ratio."""
+    if name == BF16:
+        return ["0", "1"] * len(cells)
+    gaps = [found.gap(name, cell) for cell in cells]
+    return [w for g in gaps for w in (gap_and_seeds(g), "" if g is None else perplexity(g))]
 
 
 def _recipe(name: str) -> Recipe:
@@ -184,13 +192,16 @@ def words_table(names: list[str]) -> list[str]:
 def speed(name: str, up: str) -> list[str]:
     """[the speed of a step in times of BF16's, tokens a second], or what is known of a linear.
 
+    BF16's tokens a second follow in parentheses where they are not those of the table's first line.
     up: the way from the page to the root, for links.
     """
     if (step := step_of(name, _recipe(name))) is not None:
         first, *later = (f"{up}benchmarks/results/{file}.json" for file in step.files)
         others = [file for file in later if file != first]
         phases = f" by [phases]({others[-1]})" if others else " by phases" if later else ""
-        return [f"[{step.ratio:.2f}]({first}){phases}", f"{step.tokens:,.0f}"]
+        line = step_of(BF16, UNQUANTIZED)
+        beside = "" if line is None or line.tokens == step.bf16 else f" ({step.bf16:,.0f})"
+        return [f"[{step.ratio:.2f}]({first}){phases}", f"{step.tokens:,.0f}{beside}"]
     if (linear := linear_of(name)) is not None:
         link = f"{up}benchmarks/results/{LINEARS}.json"
         return [f"a linear: [{linear[0]:.2f} to {linear[1]:.2f}]({link})", ""]

@@ -10,6 +10,7 @@ from benchmarks.study.gaps import gap
 from benchmarks.study.matrix import BF16
 from benchmarks.study.recipe_facts import RESULTS
 from megatron_fp4 import list_recipes
+from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from tools.pages import table
 from tools.rows import Row
 
@@ -24,6 +25,12 @@ def runs_of_study(name: str) -> tuple[list[Row], matrix.Matrix]:
     return rows, study
 
 
+def earlier_numerics(rows: list[Row]) -> str:
+    """The numerics version of runs in words, ", numerics version 2"; "" if it is today's."""
+    found = {row["configuration"]["numerics"] for row in rows} - {NUMERICS_VERSION}
+    return f", numerics version {', '.join(map(str, sorted(found)))}" if found else ""
+
+
 def small_table() -> list[str]:
     """The gaps of registered recipes in the studies SMALL: the longest runs of each."""
     heads = ["study", "size", "tokens", "learning rate", "further flags", "recipe", "seeds"]
@@ -33,7 +40,8 @@ def small_table() -> list[str]:
         longest = max(row["configuration"]["steps"] for row in rows)
         for cell in (cell for cell in tables.cells(rows) if cell.steps == longest):
             flags = f"`{study.flags}`" if study.flags else ""
-            place = [f"`{name}`", cell.size, tokens(cell), f"{cell.learning_rate:g}", flags]
+            named = f"`{name}`{earlier_numerics(rows)}"
+            place = [named, cell.size, tokens(cell), f"{cell.learning_rate:g}", flags]
             body += [
                 [*place, f"`{recipe}`", *loss_cells(own)]
                 for recipe in tables.recipes(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import statistics
 from dataclasses import replace
@@ -19,9 +21,10 @@ from benchmarks.study.matrix import BF16, recipe_of
 from benchmarks.study.pictures import draw_over_tokens, held_out_gaps
 from benchmarks.study.recipes_page import OWN, Comparison
 from benchmarks.study.sizes import SIZES
-from benchmarks.study.small_models import runs_of_study
+from benchmarks.study.small_models import earlier_numerics, runs_of_study
 from benchmarks.study.verdicts import NOISE
 from megatron_fp4 import Recipe, get_recipe, list_recipes
+from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from megatron_fp4.estimate.plans import recipe_named
 
 ROOT = Path(__file__).parents[3]
@@ -276,12 +279,14 @@ def test_the_speed_by_phases_is_that_of_the_mean_time(monkeypatch: pytest.Monkey
     assert step_of("tetrajet-fp8") is None  # its first part is not there
     # In another file, where BF16 takes 140 ms, 84 ms are 60 of the first file.
     beside += [{"name": "bf16", "ms": 140.0, "tokens/s": 7.14, "ratio": 1.0}]
-    beside += [{"name": first, "ms": 84.0, "tokens/s": 100 / 6, "ratio": 1.667}]
+    beside += [{"name": first, "ms": 84.0, "tokens/s": 11.9, "ratio": 1.667}]
     own = step_of("tetrajet-fp8")
     assert own is not None and own.ratio == pytest.approx(100 / (0.8 * 60 + 0.2 * 75))
-    assert own.files == ("later", "fused-step") and own.tokens == pytest.approx(10 * own.ratio)
+    assert own.files == ("later", "fused-step")
+    assert own.tokens == pytest.approx(7.14 * own.ratio)
     alone = step_of(first)
-    assert alone is not None and alone.tokens == pytest.approx(100 / 6)
+    assert alone is not None and alone.tokens == 11.9
+    assert (found.bf16, own.bf16, alone.bf16) == (10.0, 7.14, 7.14)
     assert step_of("mxfp4") is None
 
 
@@ -291,3 +296,41 @@ def test_a_page_without_marker_lines_is_refused(tmp_path: Path) -> None:
     assert main(["recipes", "--page", str(page), "--readme", str(ROOT / "README.md")]) == 2
     with pytest.raises(StudyError, match="no run of a recipe"):
         recipes_page.comparison(tmp_path)
+
+
+def test_tokens_a_second_stand_beside_bf16_s_of_the_same_file() -> None:
+    """The mistake: those of another file than the first line's stand alone."""
+    first = step_of(BF16)
+    assert first is not None
+    others = set()
+    for name in (BF16, *list_recipes()):
+        found = step_of(name)
+        if found is not None:
+            rows = json.loads((recipe_facts.RESULTS / f"{found.files[0]}.json").read_text())["rows"]
+            [bf16] = [row["tokens/s"] for row in rows if row["name"] == BF16]
+            assert found.tokens / found.ratio == pytest.approx(bf16, rel=1e-3)
+            other = "" if found.files[0] == first.files[0] else f" ({bf16:,.0f})"
+            assert recipes_page.speed(name, "")[1] == f"{found.tokens:,.0f}{other}"
+            others.add(other)
+    assert len(others) > 1
+
+
+def test_the_perplexity_ratio_of_each_cell() -> None:
+    head, _, *lines = recipes_page.loss_table(FOUND, [BF16, "tetrajet", "mxfp4"])
+    place = head.split(" | ").index("perplexity ratio, 60M")
+    ratio = f"{math.exp(of_60m('tetrajet').mean):.3f}"
+    assert [line.split(" | ")[place] for line in lines] == ["1", ratio, ""]
+
+
+def test_runs_of_another_numerics_version_are_named() -> None:
+    rows, _ = runs_of_study("oscillation-3M")
+    assert {row["configuration"]["numerics"] for row in rows} == {2} != {NUMERICS_VERSION}
+    assert earlier_numerics(rows) == ", numerics version 2"
+    today = [r | {"configuration": r["configuration"] | {"numerics": 3}} for r in rows]
+    assert earlier_numerics(today) == ""
+    lines = recipes_page.sections(FOUND)["recipes: small models"].splitlines()[2:]
+    for line in lines:
+        study = line.split("`")[1]
+        assert ("numerics version 2 |" in line) == (study == "oscillation-3M")
+    claimed = [line for line in PAGE.splitlines() if "[`oscillation-3M`]" in line]
+    assert claimed and all(", numerics version 2, " in line for line in claimed)
