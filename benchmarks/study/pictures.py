@@ -15,6 +15,8 @@ from benchmarks.study.tables import cells, recipes
 from tools.rows import Row
 
 Series = list[tuple[float, float]]
+GREY = "#666666"
+LABEL = 0.055  # the height of a name, as a share of a panel's
 COLORS = "#4c72b0 #dd5533 #55a868 #8172b3 #937860 #da8bc3 #8c8c8c #ccb974 #64b5cd".split()
 
 
@@ -33,27 +35,37 @@ def draw(rows: list[Row], folder: Path, name: str) -> list[Path]:
 
 def draw_over_tokens(panels: dict[str, dict[str, Series]], path: Path) -> None:
     """Draws gaps to BF16 over the tokens in the file `path`: a panel for each title, one below the
-    other, with a line for each recipe.
+    other, with a line for each recipe, whose name stands at its end.
 
     panels: by title and by the recipe's name, after which more words may follow, the pairs (tokens
-    in millions, gap). A recipe has one color in all panels. Raises StudyError if matplotlib is
-    missing.
+    in millions, gap). A recipe has one color in all panels, of as many recipes as COLORS. Raises
+    StudyError if matplotlib is missing.
     """
     _needs_matplotlib()
-    figure, axes_of = _figure(len(panels), 1, (7.2, 0.4 + 3.4 * len(panels)))
+    figure, axes_of = _figure(len(panels), 1, (9.0, 4.4 * len(panels)), sharex=False)
     known = list(dict.fromkeys(key.split()[0] for series in panels.values() for key in series))
     for (title, series), [axes] in zip(panels.items(), axes_of, strict=True):
         for key, points in series.items():
-            place = known.index(key.split()[0])
-            style = ["-", "--"][place // len(COLORS) % 2]
-            look = {"color": COLORS[place % len(COLORS)], "linestyle": style, "linewidth": 1.4}
-            axes.plot(*zip(*points, strict=True), label=key, marker=".", **look)
-        axes.axhline(0, color="#888888", linewidth=0.8)
-        axes.set_title(title, fontsize=9)
-        axes.set(ylabel="held-out loss minus BF16's (nats a token)")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
-    axes_of[-1][0].set(xlabel="tokens, millions")
+            color = COLORS[known.index(key.split()[0])]
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.8, marker="o")
+        axes.axhline(0, color=GREY, linewidth=1.2)
+        axes.set_title(title)
+        axes.set(xlabel="tokens, millions", ylabel="held-out loss minus BF16's (nats a token)")
+        ends = {key: points[-1][1] for key, points in series.items()} | {BF16: 0.0}
+        colors = {key: COLORS[known.index(key.split()[0])] for key in series} | {BF16: GREY}
+        _label_ends(axes, ends, colors)
     _save(figure, path)
+
+
+def _label_ends(axes: Any, ends: dict[str, float], colors: dict[str, str]) -> None:
+    """Writes a name to the right of the panel at the height where its line ends, or higher where
+    another name would be in the way."""
+    low, high = axes.get_ylim()
+    place = low
+    for name in sorted(ends, key=ends.__getitem__):
+        place = max(place, (ends[name] - low) / (high - low))
+        axes.text(1.02, place, name, color=colors[name], va="center", transform=axes.transAxes)
+        place += LABEL
 
 
 def gaps(rows: list[Row]) -> Any:
@@ -154,8 +166,11 @@ def _panels(lines: int, found: list[Cell], height: float) -> tuple[Any, Any]:
     return figure, panels
 
 
-def _figure(lines: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    """(figure, panels [lines][columns]). size: width and height in inches."""
+def _figure(
+    lines: int, columns: int, size: tuple[float, float], *, sharex: bool = True
+) -> tuple[Any, Any]:
+    """(figure, panels [lines][columns]). size: width and height in inches. sharex: whether the
+    panels of a column have one scale of x."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -168,7 +183,7 @@ def _figure(lines: int, columns: int, size: tuple[float, float]) -> tuple[Any, A
         figsize=size,
         layout="constrained",
         squeeze=False,
-        sharex="col",
+        sharex="col" if sharex else False,
         sharey="row",
     )
     for axes in panels.flat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.study import recipe_facts, recipes_page, tables
+from benchmarks.study import pictures, recipe_facts, recipes_page, tables
 from benchmarks.study.__main__ import main
 from benchmarks.study.claims import candidate
 from benchmarks.study.errors import StudyError
@@ -116,6 +117,29 @@ def test_a_line_of_the_picture_ends_at_the_gap_of_the_table() -> None:
         assert series[-1] == pytest.approx(
             (CELL.steps * SIZES[CELL.size].tokens / 1e6, above(name).mean)
         )
+
+
+def test_the_picture_has_the_recipes_that_are_named() -> None:
+    assert set(recipes_page.PICTURED) <= set(list_recipes())
+    assert len(recipes_page.PICTURED) == 6 <= len(pictures.COLORS)
+    says("The gaps of six recipes at each evaluation")
+    drawn = [key.split()[0] for key in recipes_page.over_tokens(FOUND, CELL)]
+    assert drawn == recipes_page.PICTURED and len(drawn) < len(FOUND.registered)
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    _, axes = plt.subplots()
+    axes.set_ylim(0, 0.1)
+    ends = {"a": 0.03, "b": 0.031, "c": 0.001, BF16: 0.0}
+    pictures._label_ends(axes, ends, dict.fromkeys(ends, "#000000"))
+    plt.close()
+    found = {each.get_text(): each.get_position()[1] for each in axes.texts}
+    heights = sorted(found.values())
+    assert all(b - a > 0.99 * pictures.LABEL for a, b in itertools.pairwise(heights))
+    assert sorted(found, key=found.__getitem__) == [BF16, "c", "a", "b"]
+    assert found[BF16] == 0.0 and found["a"] == pytest.approx(0.3)
+    assert ends["b"] - ends["a"] < 0.1 * pictures.LABEL  # the control: the lines end nearer
 
 
 def test_every_recipe_and_candidate_has_a_line() -> None:
