@@ -49,7 +49,7 @@ def seen_of_effects(space: str, claim: Claim) -> list[str]:
     """[what was seen of a claim with effects, its verdict]. space: the text of design-space.md."""
     found = {row: effect_of(space, row, claim.stage) for row in claim.effects}
     seen = [
-        f"{row.replace(' | ', ', ')}: {each.mean:+.4f} ({each.low:+.4f} to {each.high:+.4f}), "
+        f"*{row.replace(' | ', ', ')}*: {each.mean:+.4f} ({each.low:+.4f} to {each.high:+.4f}), "
         f"{each.pairs} pairs"
         for row, each in found.items()
     ]

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.study.claims import CLAIMS, PAPERS, SPACE
 from benchmarks.study.claims_table import seen_of_effects
 from benchmarks.study.errors import StudyError
-from benchmarks.study.gaps import Gap
-from benchmarks.study.verdicts import Claim, Effect, effect_of, verdict, verdict_of_effect
+from benchmarks.study.gaps import ENOUGH, Gap
+from benchmarks.study.verdicts import NOISE, Claim, Effect, effect_of, verdict, verdict_of_effect
 from tools.sweep import __main__, llama, page, promotion, results
 from tools.sweep.axes import Combination
 from tools.sweep.findings import FINDINGS, Finding, summary, verdict_of
@@ -137,6 +137,17 @@ def test_what_the_training_loss_does_without_the_mean() -> None:
     [figure] = re.findall(r"changes by ([+-][\d.]+)", claim.seen)
     assert f"that are recorded, changes by {figure}." in " ".join(SPACE_TEXT.split())
     assert "Evaluation therefore leaves the mean in X" in (DOCS / "recipe-files.md").read_text()
+
+
+def test_the_legend_has_the_numbers_of_seeds() -> None:
+    text = (DOCS / "recipes.md").read_text()
+    assert (ENOUGH, NOISE) == (4, 0.01)
+    for said in (
+        "From four seeds on its 95% interval by bootstrap follows, as (a to b). Of two or three ",
+        "or below 0.01 with one to three seeds; of a claim with a figure",
+        "With four or more seeds such a claim also held if the whole interval is at or below",
+    ):
+        assert said in text, said
 
 
 def test_figures_of_claims_that_refer_to_a_page_are_on_it() -> None:
