@@ -96,9 +96,9 @@ class Ramping:
         steps = round(self.interval_share * total)
         if steps <= self.calibration:
             raise ConfigError(
-                f"ramping_interval_share {self.interval_share:g} of {total} steps is {steps}, no more "
-                f"than the {self.calibration} of a calibration; choose a larger share, or train "
-                "longer"
+                f"ramping_interval_share {self.interval_share:g} of {total} steps is {steps}, no "
+                f"more than the {self.calibration} of a calibration; choose a larger share, or "
+                "train longer"
             )
         return steps
 
