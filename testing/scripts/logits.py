@@ -3,7 +3,8 @@
     torchrun ... logits.py TOKENS.pt LOGITS.pt <the flags of a launch>
 
 TOKENS.pt: int64 [batch, sequence]. LOGITS.pt: float32 [batch, sequence, rows of the embedding], of
-a forward pass as training runs it, without dropout. One pipeline stage.
+a forward pass in evaluation, whose codes are training's: no dropout, and no step of training that
+this package would wait for. One pipeline stage.
 """
 
 import sys
@@ -25,7 +26,7 @@ def main() -> None:
     def write(forward_step: Any, model: list[Any], *others: Any, **more: Any) -> None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
         with torch.no_grad():
-            device = next(model[0].parameters()).device
+            device = next(model[0].eval().parameters()).device
             logits = model[0](tokens.to(device), positions.to(device), None)
             logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
         if torch.distributed.get_rank() == 0:
