@@ -104,8 +104,13 @@ def kernel_of(name: str) -> Any:
 
 
 def ptx(name: str, **options: Any) -> str:
+    """The kernel as PTX, without the names of source files: Triton's cache on disk may have it from
+    another checkout."""
     assert CASES[name].kernel is kernel_of(name)
-    return str(compiled_launch(CASES[name], 90, **options)["ptx"])
+    text = str(compiled_launch(CASES[name], 90, **options)["ptx"])
+    return re.sub(
+        r"^\s*\.(file|loc)\b.*\n", "", text.partition("\t.section\t.debug")[0], flags=re.M
+    )
 
 
 def sources() -> dict[str, ast.Module]:
