@@ -231,14 +231,3 @@ def test_linears_compute_what_a_checkpoint_s_arguments_bring(
     plugin.Plugin(ours=True).validating(lambda args, defaults: None)(args)
     assert joined == (False, False)
     assert (args.fp4_joins_swiglu, args.fp4_joins_norms) == (True, True)
-
-
-def test_a_script_may_parse_by_itself_before_it_builds_a_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    args = parse()
-    args.rank = 0  # as Megatron's initialization sets it
-    monkeypatch.setattr(plugin.training, "get_args", lambda: args)
-    own = plugin.Plugin(ours=False)
-    assert own.getting_model(lambda provider: provider())(lambda: "a model") == "a model"
-    assert own.args is args

@@ -136,7 +136,7 @@ def _is_misread(path: Path, args: argparse.Namespace) -> bool:
 def _changed(path: Path, args: argparse.Namespace) -> str | None:
     # While arguments are parsed there are no process groups yet over which the hashing could be
     # divided. The same checkpoint is loaded again later, and verified then.
-    if not (args.fp4_verify_integrity and torch.distributed.is_initialized()):
+    if not (torch.distributed.is_initialized() and args.fp4_verify_integrity):
         return None
     if integrity.is_covered(path):
         return integrity.flaw_of(path)

@@ -20,6 +20,7 @@ from megatron.training.arguments import parse_and_validate_args
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.launch import flags, fp4_arguments, fused_kernels, machine
+from megatron_fp4.mcore.launch.flags import flag_of
 from megatron_fp4.mcore.launch.refusals import checkpoints, fp4_flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_command_line, of_data, of_launch, refuse
@@ -77,6 +78,31 @@ def parse(script: Script = PRETRAIN_GPT) -> argparse.Namespace:
     if script.is_checked(args):
         refuse(of_data(args, script.ours))
     return args
+
+
+def settle_unsettled(args: argparse.Namespace, script: Script) -> bool:
+    """Settles arguments of Megatron's that `parse` has not parsed, as without a recipe.
+
+    Returns whether it did: arguments of `parse` stay as they are. Raises ConfigError if a flag of
+    this package was given, since its checks and the defaults that it needs are those of `parse`.
+    """
+    if hasattr(args, "fp4_recipe_content"):
+        return False
+    own = flags.defaults()
+    if args.fp4 is not None:  # --fp4-format, with which these flags are Megatron's
+        del own["fp4_recipe"], own["fp4_param_gather"]
+    elif not hasattr(args, "fp4_seed") or args.fp4_recipe in fp4_arguments.OFF:
+        args.fp4_recipe = None  # Megatron's own flag has a default, which does nothing
+    del own["verify_integrity"]  # Megatron's
+    given = [flag_of(name) for name, value in own.items() if getattr(args, name, value) != value]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} would do nothing: the script parses its arguments by itself; "
+            "call megatron.training.arguments' parse_and_validate_args in it"
+        )
+    vars(args).update(own | vars(args))
+    _settle(args, script)
+    return True
 
 
 def add_arguments(
@@ -175,6 +201,17 @@ def _checked(
     is_checked = script.is_checked(parsed)
     if is_checked:
         refuse(of_command_line(parser, parsed))
+    _settle(parsed, script)
+    if is_checked:
+        refuse(checkpoints.background_save(parsed))
+        if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # else not all arguments are known
+            refuse(of_launch(script.settled(parsed), script.ours))
+    return parsed
+
+
+def _settle(parsed: argparse.Namespace, script: Script) -> None:
+    """Sets the values that are in force; raises ConfigError for those that contradict another."""
+    is_checked = script.is_checked(parsed)
     fp4_arguments.settle_layers_in_bf16(parsed)
     if script.ours and parsed.reset_attention_mask:  # has an effect only if there is a mask
         parsed.create_attention_mask_in_dataloader = True
@@ -187,11 +224,6 @@ def _checked(
     refuse(fused_kernels.refusals(parsed))
     fused_kernels.settle(parsed, is_checked)
     parsed.fp4_metrics_interval = fp4_arguments.metrics_interval(script.settled(parsed))
-    if is_checked:
-        refuse(checkpoints.background_save(parsed))
-        if not (parsed.use_checkpoint_args or parsed.yaml_cfg):  # else not all arguments are known
-            refuse(of_launch(script.settled(parsed), script.ours))
-    return parsed
 
 
 def _settle_fusion(parsed: argparse.Namespace, is_checked: bool) -> None:

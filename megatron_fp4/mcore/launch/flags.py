@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import megatron_fp4
 from megatron_fp4.arithmetic.messages import ELEMENTS
@@ -28,6 +29,16 @@ shows them with Megatron's own.
 def flag_of(name: str) -> str:
     """The flag that sets an argument: "--num-layers" for "num_layers"."""
     return f"--{name.replace('_', '-')}"
+
+
+def are_in(parser: argparse.ArgumentParser) -> bool:
+    """Whether `add_flags` has added the plugin's flags to `parser`."""
+    return any(group.title == TITLE for group in parser._action_groups)
+
+
+def defaults() -> dict[str, Any]:
+    """The arguments, by name, of a command line on which no flag of the plugin's is given."""
+    return vars(add_flags(argparse.ArgumentParser()).parse_args([]))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -43,7 +43,7 @@ def install() -> None:
             RerunStateMachine.should_checkpoint_and_exit
         )
     # T/ft_integration.py:setup parses the command line again without the plugin's flags, and would
-    # refuse a recipe.
+    # refuse a recipe. A script that parses by itself is refused in plugin.py, with a remedy.
     if not hasattr(arguments.parse_args, "__wrapped__"):
         arguments.parse_args = _knowing_recipes(arguments.parse_args)
     # Without Transformer Engine T/activation_logging.py and T/dgrad_logging.py list stand-ins of
@@ -111,7 +111,12 @@ def _knowing_recipes(parse: Callable[..., argparse.Namespace]) -> Callable[..., 
     def parse_args(
         extra_args_provider: Any = None, ignore_unknown_args: bool = False
     ) -> argparse.Namespace:
-        return parse(extra_args_provider or flags.add_flags, ignore_unknown_args)
+        def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return parser if flags.are_in(parser) else flags.add_flags(parser)
+
+        return parse(provide, ignore_unknown_args)
 
     return parse_args
 

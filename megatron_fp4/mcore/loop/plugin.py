@@ -159,6 +159,7 @@ class Plugin:
         @functools.wraps(upstream)
         def validate_args(args: argparse.Namespace, defaults: Any = None) -> Any:
             script = Script(self.ours, defaults=defaults or {})
+            was_unsettled = command_line.settle_unsettled(args, script)
             is_checked = script.is_checked(args)
             if args.use_checkpoint_args:  # which may name another activation or normalization
                 launched_kernels.settle(args, is_checked)
@@ -166,7 +167,10 @@ class Plugin:
                 vocabulary.install()  # Megatron pads the vocabulary right after this function
                 if args.use_checkpoint_args:
                     refuse(of_launch(script.settled(args), self.ours))
-            return upstream(args, defaults or {})
+            validated = upstream(args, defaults or {})
+            if was_unsettled:
+                self._begin(validated)
+            return validated
 
         return validate_args
 
@@ -200,9 +204,11 @@ class Plugin:
             model.pre_wrap_hooks.append(self._attach)
 
     def _begun(self) -> argparse.Namespace:
-        """The arguments of the launch. A script may have parsed them by itself."""
+        """The arguments of the launch. A script without a recipe may have parsed them by itself."""
         if self.args is None:
-            self._begin(training.get_args())
+            args = training.get_args()
+            command_line.settle_unsettled(args, Script(self.ours))
+            self._begin(args)
         assert self.args is not None
         return self.args
 
