@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.training as package
+import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
@@ -91,7 +92,12 @@ class Plugin:
                 "the script parsed no arguments of Megatron's: call megatron.training.arguments' "
                 "parse_and_validate_args and megatron.training's pretrain in it"
             )
-        self._refuse_unfollowed("the script trained no model")
+        self._refuse_idle("the script trained no model")
+
+    def _refuse_idle(self, what: str) -> None:
+        """Raises ConfigError if a recipe or --fp4-grad-comm does nothing in the training."""
+        assert self.args is not None
+        self._refuse_unfollowed(what)
         if self.args.fp4_grad_comm is not None and trains(self.args) and not self._exchanges:
             raise ConfigError(
                 "--fp4-grad-comm did nothing: the script made no optimizer by the "
@@ -188,8 +194,24 @@ class Plugin:
             if self.args is not None and self.args.fp4_rotates:
                 spec = fusable(spec)
             upstream(block, config, spec, *others, **named)
+            if self.run is not None or (self.args is not None and self.args.fp4_grad_comm):
+                self._check_first_pass(block)
 
         return build
+
+    def _check_first_pass(self, block: torch.nn.Module) -> None:
+        """Has the first forward pass of `block` that trains raise ConfigError if a flag does
+        nothing: a loop of the script's own calls nothing else of the plugin's.
+
+        Later passes run without the check. Evaluations and passes without gradients go on.
+        """
+
+        def check(block: torch.nn.Module, given: Any) -> None:
+            if block.training and torch.is_grad_enabled():
+                self._refuse_idle("the script trains in a loop of its own")
+                hook.remove()
+
+        hook = block.register_forward_pre_hook(check)
 
     def _hook_into(self, config: Any) -> None:
         """Has `_attach` called for the model that `config` describes.
