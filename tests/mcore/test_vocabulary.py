@@ -5,13 +5,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.tokenizers.utils import build_tokenizer
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.checkpoints import compare_numerics
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.data.vocabulary import padded_size
 from megatron_fp4.mcore.launch.refusals.table import refuse
 from megatron_fp4.mcore.launch.refusals.tokenizer import vocabulary as rows_refused
+from testing.builders.fp4_arguments import parse
 from testing.worlds.launch import torchrun, train
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -47,6 +50,26 @@ def test_rows_that_cannot_be_had_are_one_line(rows: int | None, pads: bool, word
     )
     with pytest.raises(ConfigError, match=word):
         refuse(rows_refused(args))
+
+
+def test_another_padding_stops_a_launch_that_is_checked_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In others Megatron pads as without this package, and resumes."""
+    told: list[str] = []
+    monkeypatch.setattr(compare_numerics, "print_rank_0", told.append)
+    saved, launch = parse(), parse()
+    saved.padded_vocab_size, launch.padded_vocab_size = 50304, 50432
+    line = "vocabulary is padded to 50304 rows and this launch's to 50432"
+    monkeypatch.setattr(build_tokenizer, "vocab_size_with_padding", calculate_padded_vocab_size)
+    compare_numerics.compare(saved, launch)
+    assert told == [f"megatron-fp4: the checkpoint's {line}"]
+    vocabulary.install()  # Negative control.
+    with pytest.raises(ConfigError, match=f"{line}: give --padded-vocab-size 50304, or"):
+        compare_numerics.compare(saved, launch)
+    launch.fp4_load_anyway = True
+    compare_numerics.compare(saved, launch)
+    assert len(told) == 2
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from megatron.training import print_rank_0
 from megatron_fp4.arithmetic.messages import form_name
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.differences import said, was_and_is
+from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes.content import fields_of
@@ -48,8 +49,9 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
     the difference is printed instead. A change from a recipe to none, or the reverse, is always
     only printed, since the command line shows it; so is one to or from a recipe that is the same
     but for an average of W or for Q-Ramping (`tetrajet`, `tetrajet-ema` and `tetrajet-ramping`), a
-    change of --fp4-optimizer-state, of fused kernels, which define no numerics, and another
-    --fp4-grad-comm of a run without a recipe.
+    change of --fp4-optimizer-state, of fused kernels, which define no numerics, another
+    --fp4-grad-comm of a run without a recipe, and another padding in a launch that is not checked
+    (`Script.is_checked`), which upstream resumes.
     """
     _compare_rows(saved, launch)
     _compare_kernels(saved, launch)
@@ -91,7 +93,7 @@ def _compare_rows(saved: argparse.Namespace, launch: argparse.Namespace) -> None
     if None in (then, now) or then == now:
         return
     difference = f"the checkpoint's vocabulary is padded to {then} rows and this launch's to {now}"
-    if not launch.fp4_load_anyway:
+    if vocabulary.is_installed() and not launch.fp4_load_anyway:
         raise ConfigError(
             f"{difference}: give --padded-vocab-size {then}, or --fp4-load-anyway to go on"
         )

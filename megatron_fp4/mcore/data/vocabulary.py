@@ -24,6 +24,11 @@ def install() -> None:
     build_tokenizer.vocab_size_with_padding = _padded_for
 
 
+def is_installed() -> bool:
+    """Whether Megatron pads the vocabulary to `padded_size` rows: not in an unchecked launch."""
+    return build_tokenizer.vocab_size_with_padding is _padded_for
+
+
 def _padded_for(tokens: int, args: argparse.Namespace, logging_enabled: bool = True) -> int:
     divisor, parts = args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
     rows = padded_size(tokens, divisor, parts)
