@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,27 @@ def test_an_evaluation_s_tokens_must_fill_blocks_too(one_rank: None) -> None:
 
 
 # --- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "whole"),
+    [
+        (1, "decoder.layers.0.mlp.experts.linear_fc1.weight1", "linear_fc1.weight5"),
+        (1, "decoder.layers.0.mlp.experts.linear_fc2.bias0", "linear_fc2.bias4"),
+        (0, "decoder.layers.0.mlp.experts.linear_fc1.weight1", "linear_fc1.weight1"),
+        (1, "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", "_fc1.weight"),
+        (1, "decoder.layers.0.mlp.linear_fc1.weight1", "linear_fc1.weight1"),
+    ],
+)
+def test_weights_of_grouped_experts_are_numbered_over_the_model(
+    rank: int, name: str, whole: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the exchange of gradients takes experts of two ranks for the same one."""
+    monkeypatch.setattr(attaching.mpu, "get_expert_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(attaching.mpu, "get_expert_model_parallel_rank", lambda: rank)
+    config: Any = SimpleNamespace(num_moe_experts=8)
+    found = attaching.with_global_weight(name, config)
+    assert found.endswith(whole) and (found == name) == name.endswith(whole)
 
 
 def test_names_count_over_the_model_under_interleaved_pipelines() -> None:

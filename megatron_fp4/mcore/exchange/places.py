@@ -14,7 +14,7 @@ import torch
 from megatron.core import mpu
 
 from megatron_fp4.arithmetic.segments import Place, begins, place_of
-from megatron_fp4.mcore.model.attach import modules
+from megatron_fp4.mcore.model.attach import modules, with_global_weight
 from megatron_fp4.mcore.runtime.ranks import of_all
 
 # Parameters whose gradients Megatron sums over tensor-parallel ranks have one of these attributes.
@@ -68,7 +68,8 @@ def trained_parameters(chunks: Iterable[Any]) -> Iterator[tuple[str, torch.nn.Pa
         for prefix, module, _ in modules(chunk):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
-                    yield f"{prefix}.{name}".lstrip("."), parameter
+                    whole = f"{prefix}.{name}".lstrip(".")
+                    yield with_global_weight(whole, chunk.config), parameter
 
 
 def _name_in_vector(name: str, parameter: Any) -> str:

@@ -202,11 +202,23 @@ def _with_global_expert(name: str, config: TransformerConfig) -> str:
 
     Megatron numbers the experts of each expert-parallel rank from 0.
     """
+    return _counted_on(r"(\.local_experts\.)(\d+)", name, config)
+
+
+def with_global_weight(name: str, config: TransformerConfig) -> str:
+    """The parameter name, in which the experts of a grouped linear are numbered over the whole
+    model. It has one parameter for each: weight0, weight1."""
+    return _counted_on(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$", name, config)
+
+
+def _counted_on(number: str, name: str, config: TransformerConfig) -> str:
+    """`name` with the number of an expert of this rank, the second group of the pattern `number`,
+    in place of which the one over the whole model stands."""
     ranks = mpu.get_expert_model_parallel_world_size()
-    if ranks == 1 or ".local_experts." not in name:
+    if ranks == 1 or config.num_moe_experts is None:
         return name
     first = mpu.get_expert_model_parallel_rank() * (config.num_moe_experts // ranks)
-    return re.sub(r"(?<=local_experts\.)\d+", lambda found: str(first + int(found[0])), name)
+    return re.sub(number, lambda found: f"{found[1]}{first + int(found[2])}", name)
 
 
 def _attach_one(run: Run, name: str, layer: Fp4Layer, number: int | None) -> str | None:
