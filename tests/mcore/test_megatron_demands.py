@@ -57,7 +57,7 @@ def test_a_check_without_a_text_is_told_by_its_condition_and_values(tmp_path: Pa
     ("flags", "remedy"),
     [
         ("--min-lr 1", "^--min-lr 1.0 is above --lr 0.001: lower it$"),
-        ("--global-batch-size 3", "x 1 data-parallel ranks: give one that is$"),
+        ("--global-batch-size 3", r"x 1 \(the data-parallel size\): give one that is$"),
         ("--seq-length 128", "longer than --max-position-embeddings 64: raise the latter$"),
         ("--num-attention-heads 6", "--hidden-size 64 is not a multiple of"),
         ("--tensor-model-parallel-size 2", "^1 processes cannot be shared out to --tensor-model"),
