@@ -133,7 +133,11 @@ class Evaluation:
 
 
 def evaluate() -> None:
-    """The script of the launch: TEXT.pt FOUND.json <Megatron's flags>. The model is not trained."""
+    """Loads a checkpoint by Megatron and evaluates its model in each of WAYS, in place of training.
+
+    This file is then the script of a launch: TEXT.pt FOUND.json <Megatron's flags>. TEXT.pt is what
+    `texts` made; FOUND.json gets the losses and movements by way.
+    """
     text, target = torch.load(sys.argv.pop(1)), Path(sys.argv.pop(1))
     from megatron_fp4.mcore import pretrain
     from megatron_fp4.mcore.runtime import cpu
@@ -216,7 +220,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def differences(rows: list[dict[str, Any]], trained: str, way: str, other: str) -> list[float]:
-    """By seed, the loss of `way` minus that of `other`, of models with x_mean `trained`."""
+    """The held-out loss of each model evaluated in one way minus the same model's in another way.
+
+    rows: of the result. trained: `x_mean` of the recipe that trained the models, "subtracted" or
+    "kept"; there is one model for each seed. way, other: keys of WAYS.
+    """
     found = [row["ways"] for row in rows if row["x_mean"] == trained]
     return [each[way]["loss"] - each[other]["loss"] for each in found]
 

@@ -60,7 +60,11 @@ def seen_of_effects(space: str, claim: Claim) -> list[str]:
 
 
 def of_pair(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, Gap | None]:
-    """(where a comparison was made, its gap). rows, first: as in `claims_table`."""
+    """Looks up the comparison of two recipes; returns (the study, size, length and learning rate in
+    words, the gap between the recipes, or None if one of them was not run there).
+
+    rows, first: the runs and the cell of a pair that names no study, as in `claims_table`.
+    """
     if not pair.study:
         return label(first), gap(rows, first, pair.recipe, pair.against)
     own, _ = runs_of_study(pair.study)

@@ -172,7 +172,8 @@ def _heads_of(cells: list[Cell]) -> list[str]:
 
 
 def _in_cells(found: Comparison, name: str, cells: list[Cell]) -> list[str]:
-    """For each cell a recipe's gap with its seeds, and its perplexity ratio."""
+    """The columns of losses in the row of the recipe `name`: for each size its loss minus BF16's
+    with the seeds, and its perplexity over BF16's."""
     if name == BF16:
         return ["0", "1"] * len(cells)
     gaps = [found.gap(name, cell) for cell in cells]

@@ -19,14 +19,16 @@ SMALL = ["recipes-3M", "few-bits", "oscillation-3M", "sweep-best"]
 
 @cache  # several claims are of one study
 def runs_of_study(name: str) -> tuple[list[Row], matrix.Matrix]:
-    """(the finished runs of a matrix, the matrix)."""
+    """Reads the matrix `name` and its committed results; returns (its finished runs as rows of the
+    result file, the matrix)."""
     study = matrix.read(name)
     rows, _ = showing.rows_of(study, results.read(RESULTS / f"study-{name}.jsonl"))
     return rows, study
 
 
 def earlier_numerics(rows: list[Row]) -> str:
-    """The numerics version of runs in words, ", numerics version 2"; "" if it is today's."""
+    """What a table adds to the name of a study whose runs are of an earlier numerics version, such
+    as ", numerics version 2"; "" if all are of the present one."""
     found = {row["configuration"]["numerics"] for row in rows} - {NUMERICS_VERSION}
     return f", numerics version {', '.join(map(str, sorted(found)))}" if found else ""
 

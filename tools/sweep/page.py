@@ -107,8 +107,8 @@ def compared(rows: list[Row]) -> list[Row]:
 
 
 def left_out(rows: list[Row]) -> list[str]:
-    """A line of the page: which stages are missing from its tables of scores, because BF16 has no
-    results there. [] if there are no such stages."""
+    """The page's sentence about stages that its tables leave out. A score is a loss minus BF16's,
+    so a stage without results of BF16 has no scores. [] if no stage is left out."""
     names = ", ".join(f"`{stage}`" for stage in without_bf16(rows))
     why = "BF16, less which scores are, has no results there yet"
     return [f"Left out of the tables below: {names}. {why}."] if names else []
