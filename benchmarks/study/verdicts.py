@@ -68,14 +68,19 @@ class Claim:
 
 
 def verdict(found: Gap, expects: Expected, most: float = 0.0) -> str:
-    """Whether a paper's claim held, in the words of the table.
+    """Whether a paper's claim held, in the words of the table: the first of these rules that fits.
 
-    found: the differences of two recipes' held-out losses, by seed. expects: "lower" or "higher",
-    if the claim is that they are below or above 0, or "equal", if it is that they are not above
-    `most`.
-    With a `most` above 0 and ENOUGH seeds the claim held if the whole 95% interval is at or below
-    it. Otherwise nothing can be told if the mean differs from `most` by no more than the spread of
-    the seeds, or by less than NOISE with fewer seeds than ENOUGH.
+    - "held": the claim has a `most` above 0, there are ENOUGH seeds, and the whole 95% interval is
+      at or below `most`.
+    - "not told": the mean differs from `most` by no more than the spread of the seeds. Of a claim
+      of "equal" without a `most` it is then NO_DIFFERENCE.
+    - "not told": there are fewer seeds than ENOUGH, and the mean differs from `most` by less than
+      NOISE.
+    - "held" or "not held", by the side of `most` on which the mean is.
+
+    found: the held-out loss of a recipe minus that of another one, by seed. expects: "lower" or
+    "higher", if the claim is that the differences are below or above 0; "equal", if it is that
+    they are not above `most`.
     """
     seeds = len(found.by_seed)
     enough = seeds >= ENOUGH
