@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.study import tables
-from benchmarks.study.claims import CLAIMS, PAPERS, SPACE
+from benchmarks.study.claims import CLAIMS, SPACE
 from benchmarks.study.gap_words import NOT_RUN, gap_and_seeds, label
 from benchmarks.study.gaps import Cell, Gap, gap
+from benchmarks.study.papers import PAPERS
 from benchmarks.study.recipe_facts import RESULTS
 from benchmarks.study.small_models import earlier_numerics, runs_of_study
 from benchmarks.study.verdicts import Claim, Pair, effect_of, verdict, verdict_of_effect
@@ -61,7 +62,8 @@ def seen_of_effects(space: str, claim: Claim) -> list[str]:
 
 def of_pair(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, Gap | None]:
     """Looks up the comparison of two recipes; returns (the study, size, length and learning rate in
-    words, the gap between the recipes, or None if one of them was not run there).
+    words, the gap between the recipes, or None if one of them was not run there). A study without
+    runs is its name alone.
 
     rows, first: the runs and the cell of a pair that names no study, as in `claims_table`.
     """
@@ -70,6 +72,8 @@ def of_pair(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, Gap | None]:
     own, _ = runs_of_study(pair.study)
     cells = [cell for cell in tables.cells(own) if pair.rate in (None, cell.learning_rate)]
     study = f"[`{pair.study}`](study.md#run-a-matrix){earlier_numerics(own)}"
+    if not cells:  # no run of the study has finished
+        return study, None
     where = f"{study}, {label(cells[-1])}"
     return where, gap(own, cells[-1], pair.recipe, pair.against)
 

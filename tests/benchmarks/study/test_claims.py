@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.study.claims import CLAIMS, PAPERS, SPACE
+from benchmarks.study.claims import CLAIMS, SPACE
 from benchmarks.study.claims_table import seen_of_effects
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import ENOUGH, Gap
+from benchmarks.study.papers import PAPERS
 from benchmarks.study.verdicts import NOISE, Claim, Effect, effect_of, verdict, verdict_of_effect
 from tools.sweep import __main__, llama, page, promotion, results
 from tools.sweep.axes import Combination

@@ -45,6 +45,7 @@ COMMITTED = {
 
 
 UNFINISHED = {
+    "ablations": "docs/study.md",
     "candidates": "docs/study.md",
     "rates-26M": "docs/study.md",
     "recipes": "docs/study.md",

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.study import results
+from tests.benchmarks.study.prose import ROOT, prose
 
-ROOT = Path(__file__).parents[3]
 OWN = "fp8-ends-then-fp8.yaml"  # the file of `tetrajet-fp8`
 FINALISTS = ("bf16", "tetrajet", OWN, "fp8")  # with all rates
 Losses = dict[str, dict[float, float]]  # by recipe and learning rate
-
-
-def page(name: str) -> str:
-    return " ".join((ROOT / name).read_text().split())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +33,7 @@ def test_the_best_rate_of_each_finalist(losses: Losses) -> None:
     assert best == {"bf16": 0.0028, "tetrajet": 0.0028, OWN: 0.0028, "fp8": 0.004}
     plain, own, fp8 = above_at_best(losses)
     text = f"end {plain:.3f} (`tetrajet`), {own:.3f} (`tetrajet-fp8`) and {fp8:.3f} (`fp8`) above"
-    assert text in page("docs/study.md")
+    assert text in prose("docs/study.md")
     # "rates from 0.002 to 0.004 are level"
     assert all(max(of[0.002], of[0.004]) - min(of.values()) < 0.01 for of in losses.values())
 
@@ -50,13 +44,13 @@ def test_bf16_at_other_rates(losses: Losses) -> None:
     says = (
         f"BF16 is {worse:.3f} worse at 0.0014 than at 0.002, {-better:.3f} better at 0.0028, and "
     )
-    assert f"{says}{-higher:.3f} better at 0.004." in page("docs/study.md")
+    assert f"{says}{-higher:.3f} better at 0.004." in prose("docs/study.md")
     says = f"BF16 is {worse:.3f} worse at 0.0014 and {-better:.3f} better at 0.0028, and the gaps"
     plain, own, _ = above_at_best(losses)
-    assert f"{says} of `tetrajet` and `tetrajet-fp8` at their own best" in page("README.md")
-    assert f"best rates are {plain:.3f} and {own:.3f} (one seed)." in page("README.md")
+    assert f"{says} of `tetrajet` and `tetrajet-fp8` at their own best" in prose("README.md")
+    assert f"best rates are {plain:.3f} and {own:.3f} (one seed)." in prose("README.md")
     says = f"0.0028 is the best for BF16, and is {-better:.3f} better than 0.002."
-    assert says in page("docs/recipes.md")
+    assert says in prose("docs/recipes.md")
 
 
 def test_the_gaps_at_the_best_rates_and_at_the_shared_one(losses: Losses) -> None:
@@ -68,4 +62,4 @@ def test_the_gaps_at_the_best_rates_and_at_the_shared_one(losses: Losses) -> Non
     text = (
         f"`tetrajet`, `tetrajet-fp8` and `fp8` end {best}, where they end {shared_words} at 0.002"
     )
-    assert text in page("docs/recipes.md")
+    assert text in prose("docs/recipes.md")

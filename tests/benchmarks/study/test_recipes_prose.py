@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.study import recipe_facts, recipes_page, results
 from megatron_fp4.estimate.plans import recipe_named
+from tests.benchmarks.study.prose import ROOT, prose
 
-ROOT = Path(__file__).parents[3]
 FOUND = recipes_page.comparison()
-
-
-def page(name: str) -> str:
-    return " ".join((ROOT / "docs" / name).read_text().split())
 
 
 def course(name: str, size: str) -> dict[int, float]:
@@ -35,7 +29,7 @@ def test_the_own_recipe_gains_in_its_phase() -> None:
     assert (
         f"After 150M tokens, in the recipe's FP4 part, `tetrajet-fp8` is {own} above BF16, "
         f"`four-over-six` {nvfp4} and `tetrajet` {plain} (five seeds each)."
-    ) in page("recipes.md")
+    ) in prose("docs/recipes.md")
     assert 150 / 200 < 0.8 and before[1] < before[0] < before[2]
     assert course("tetrajet-fp8", "26M")[200] < course("four-over-six", "26M")[200]
 
@@ -43,7 +37,7 @@ def test_the_own_recipe_gains_in_its_phase() -> None:
 def test_the_gap_of_tetrajet_falls_at_60m() -> None:
     found = course("tetrajet", "60M")
     said = f"falls from {found[100]:.3f} after 100M tokens to {found[400]:.3f} after 400M."
-    assert said in page("recipes.md")
+    assert said in prose("docs/recipes.md")
     assert found[100] > found[300] > found[400]
 
 
@@ -51,8 +45,8 @@ def test_how_much_slower_fp8_is() -> None:
     own, fp8 = (recipe_facts.step_of(name, recipe_named(name)) for name in ("tetrajet-fp8", "fp8"))
     assert own is not None and fp8 is not None
     share = own.ratio / fp8.ratio - 1
-    assert f"Take `fp8` where the loss matters more than {share:.0%} of the time" in page(
-        "recipes.md"
+    assert f"Take `fp8` where the loss matters more than {share:.0%} of the time" in prose(
+        "docs/recipes.md"
     )
 
 
@@ -66,7 +60,7 @@ def test_the_rounding_seeds_of_one_matrix() -> None:
     assert len(ends) == 3
     lower = sum(ends) / 3 - ends[0]
     assert lower == pytest.approx(0.003, abs=0.0005)
-    assert f"differences from `tetrajet` are up to {lower:.3f} lower here" in page("study.md")
+    assert f"differences from `tetrajet` are up to {lower:.3f} lower here" in prose("docs/study.md")
 
 
 def test_the_curves_of_two_multipliers() -> None:
@@ -87,5 +81,7 @@ def test_the_curves_of_two_multipliers() -> None:
         assert fp8[1] == bf16[1]
         apart.append([fp8[step] - bf16[step] for step in fp8])
     most = max(abs(loss) for each in apart for loss in each)
-    assert f"by {most:.3f} at most, above in one seed and below in the other" in page("study.md")
+    assert f"by {most:.3f} at most, above in one seed and below in the other" in prose(
+        "docs/study.md"
+    )
     assert apart[0][-1] > 0 > apart[1][-1]

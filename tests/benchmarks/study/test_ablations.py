@@ -1,0 +1,86 @@
+"""What the pages say of parts of recipes is in the committed results of the matrix `ablations`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.study import matrix, recipes_page, results
+from benchmarks.study.claims import candidate
+from benchmarks.study.claims_of_parts import CLAIMS_OF_PARTS, LARGE, SMALL, ablation
+from benchmarks.study.gaps import gap
+from benchmarks.study.matrix import BF16
+from benchmarks.study.verdicts import NOISE
+from tests.benchmarks.study.prose import ROOT, prose
+
+STUDY, RECIPES = (prose(f"docs/{name}.md") for name in ("study", "recipes"))
+Losses = dict[str, float]  # the held-out loss at the end by recipe, of seed 1
+
+
+@pytest.fixture(scope="module")
+def losses() -> Losses:
+    rows = results.read(ROOT / f"benchmarks/results/study-{LARGE}.jsonl")
+    return {row["configuration"]["recipe"]: row["held_out"][-1][1] for row in rows}
+
+
+def test_what_the_parts_of_tetrajet_gain(losses: Losses) -> None:
+    double, nearest, floor = (
+        f"{losses[f'tetrajet,{option}'] - losses['tetrajet']:.3f}"
+        for option in ("double_quantization=false", "backward_rounding=nearest", "rule=floor")
+    )
+    assert (
+        f"It ends {double} higher without double quantization, {nearest} higher with rounding to "
+        f"nearest in the backward pass, and {floor} higher with rule `floor`"
+    ) in STUDY
+    assert f"lower its loss by {double}, {nearest} and {floor} (one seed each)" in RECIPES
+
+
+def test_one_pass_of_tetrajet_alone(losses: Losses) -> None:
+    back, forward, whole = (
+        f"{losses[name] - losses[BF16]:.3f}"
+        for name in (ablation("tetrajet-backward"), ablation("tetrajet-forward"), "tetrajet")
+    )
+    assert f"with fprop in BF16, ends {back} above BF16." in STUDY
+    assert f"in BF16, ends {forward} above, more than the whole recipe ({whole})." in STUDY
+
+
+def test_an_evaluation_in_bf16(losses: Losses) -> None:
+    plain = losses["tetrajet --fp4-eval-forward bf16"]
+    above, whole = plain - losses[BF16], losses["tetrajet"] - losses[BF16]
+    assert f"which trains in the same way, it ends {above:.3f} above BF16" in STUDY
+    assert 0.27 < (whole - above) / whole < 1 / 3  # "almost a third"
+    assert f"evaluated in BF16 is {whole - above:.3f} lower than in FP4" in RECIPES
+
+
+def test_the_parts_of_dge_occ(losses: Losses) -> None:
+    whole, plain = losses["dge-occ"], losses["dge-occ,dge=false"]
+    cost, gain = whole - plain, losses["dge-occ,occ=false"] - whole
+    assert f"DGE costs `dge-occ` {cost:.3f}, and the clamp of outliers gains {gain:.3f}." in STUDY
+    above, six = (f"{loss - losses[BF16]:.3f}" for loss in (plain, losses["four-over-six"]))
+    assert f"Without DGE it is {above} above BF16, as `four-over-six` is ({six})." in STUDY
+    with_dge = f"{whole - losses[BF16]:.3f}"
+    assert f"it ends {above} above BF16, and not {with_dge} (one seed)" in RECIPES
+    found = recipes_page.comparison()
+    on_tetrajet = gap(found.rows, found.cells[0], candidate("tetrajet-dge"), "tetrajet")
+    assert on_tetrajet is not None
+    says = (
+        f"It costs {on_tetrajet.mean:.3f} on `tetrajet` and {cost:.3f} in `dge-occ` (one seed each)"
+    )
+    assert says in RECIPES
+
+
+def test_what_is_below_the_noise_of_one_run(losses: Losses) -> None:
+    lower = losses["mxfp4-rht-sr"] - losses["mxfp4-rht-sr,stochastic=false"]
+    higher = losses[ablation("tetrajet-x-mean")] - losses["tetrajet"]
+    assert 0 < lower < NOISE and 0 < higher < NOISE
+    assert f"`mxfp4-rht-sr` ends {lower:.3f} lower with rounding to nearest" in STUDY
+    assert f"`tetrajet` {higher:.3f} higher with the mean of X multiplied apart" in STUDY
+    assert f"by less than the noise of one run ({higher:.3f} higher)" in RECIPES
+
+
+def test_both_recipes_of_a_claim_are_in_its_matrix() -> None:
+    entries = {
+        name: {point.recipe for point in matrix.read(name).points()} for name in (LARGE, SMALL)
+    }
+    for claim in CLAIMS_OF_PARTS:
+        assert claim.pair is not None
+        assert {claim.pair.recipe, claim.pair.against} <= entries[claim.pair.study]
