@@ -16,9 +16,9 @@ from megatron_fp4.recipes import (  # noqa: F401  (register)
     tetrajet_fp8,
     ue5m3,
 )
+from megatron_fp4.recipes.lookup import get_recipe
 from megatron_fp4.recipes.registry import (
     ALIASES,
-    get_recipe,
     list_recipes,
     read_options,
     recipe_options,

@@ -32,7 +32,7 @@ from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Layers, Phase, Recipe
-from megatron_fp4.recipes.registry import SUFFIXES, get_recipe, typed, with_options
+from megatron_fp4.recipes.registry import SUFFIXES, find_recipe, typed, with_options
 
 # The keys whose values are mappings of the fields of a type.
 _PARTS = {
@@ -153,7 +153,7 @@ def _check_begins(recipe: Recipe) -> None:
 def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path, ...]) -> Recipe:
     """The recipe that the file at `path` names: a file beside it, or another recipe."""
     if not name.endswith(SUFFIXES):
-        return get_recipe(name, **options)
+        return find_recipe(name, options)
     found = path.parent / name
     if found.resolve() in (chain := (*above, path.resolve())):
         raise ConfigError(f"{name} is built on this file itself")

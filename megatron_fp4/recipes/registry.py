@@ -1,15 +1,13 @@
-"""Finds recipes by name, and checks and converts their options."""
+"""The recipes that have names in Python, and the checks and conversions of their options."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_fp4.errors import ConfigError
@@ -50,7 +48,7 @@ def known_names() -> str:
 
 def uniform_recipes() -> list[str]:
     """The names of those built-in recipes that are uniform (`Recipe.is_uniform`)."""
-    return [name for name in list_recipes() if get_recipe(name).is_uniform]
+    return [name for name in list_recipes() if find_recipe(name, {}).is_uniform]
 
 
 def recipe_options(name: str) -> dict[str, Any]:
@@ -75,20 +73,10 @@ def read_options(pairs: Iterable[str]) -> dict[str, str]:
     return options
 
 
-def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
-    """The recipe called `name`: a built-in, a YAML file, or `package.module:object`.
-
-    "auto" is another name of the built-in recipe that this project recommends (ALIASES).
-
-    options: options of the recipe, by keyword. A string is converted to the type of its option.
-        Beside a recipe's own options there are those of `averaging.OPTIONS` and `ramping.OPTIONS`.
-    Raises ConfigError for an unknown name, option or value; the message lists the known ones.
-    """
-    if not isinstance(name, str | os.PathLike):
-        raise ConfigError(f"a recipe goes by a name or a path, not by {name!r}")
-    name = os.fspath(name)
+def find_recipe(name: str, options: Mapping[str, Any]) -> Recipe:
+    """The recipe called `name`, which is no file; see `lookup.get_recipe`."""
     name = ALIASES.get(name, name)
-    return _shared(with_options(name, options, lambda own: _found(name, own)))
+    return shared(with_options(name, options, lambda own: _found(name, own)))
 
 
 def with_options(
@@ -142,10 +130,6 @@ def _found(name: str, options: Mapping[str, Any]) -> Recipe:
     """The recipe of this name, with its own options."""
     if name in _FACTORIES:
         return call_with_options(_FACTORIES[name], name, options)
-    if name.endswith(SUFFIXES):
-        from megatron_fp4.recipes.files import load_recipe_file
-
-        return load_recipe_file(Path(name), options)
     if ":" in name:
         return _imported(name, options)
     baseline = "; for a linear in BF16 use torch.nn.Linear" if name == "bf16" else ""
@@ -156,7 +140,7 @@ def _found(name: str, options: Mapping[str, Any]) -> Recipe:
 
 
 @cache
-def _shared(recipe: Recipe) -> Recipe:
+def shared(recipe: Recipe) -> Recipe:
     """The first of all equal recipes, which lookups of plans then find by identity."""
     return recipe
 

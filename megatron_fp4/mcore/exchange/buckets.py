@@ -21,7 +21,7 @@ from megatron_fp4.arithmetic.messages import GradientForm
 from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Place, Segment, pieces, segments
 from megatron_fp4.execution.communication import Pending
-from megatron_fp4.mcore.exchange.coding import Piece
+from megatron_fp4.mcore.exchange.pieces import Piece
 from megatron_fp4.mcore.exchange.slots import Slots
 
 

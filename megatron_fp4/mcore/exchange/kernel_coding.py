@@ -13,7 +13,7 @@ from megatron_fp4.arithmetic.messages import GradientForm, RankRounding
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.kernels import messages as kernels
 from megatron_fp4.kernels.messages import Table, table
-from megatron_fp4.mcore.exchange.coding import Piece
+from megatron_fp4.mcore.exchange.pieces import Piece
 
 
 @dataclass(frozen=True)

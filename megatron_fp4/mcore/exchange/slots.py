@@ -30,7 +30,8 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.messages import PIECES, RankRounding
 from megatron_fp4.arithmetic.philox import Key, stream_id
 from megatron_fp4.execution.communication import Pending
-from megatron_fp4.mcore.exchange.coding import Coding, Piece, coding_on
+from megatron_fp4.mcore.exchange.coding import Coding, coding_on
+from megatron_fp4.mcore.exchange.pieces import Piece
 
 SENT, SUMMED = stream_id("gradients:sent"), stream_id("gradients:sum")
 
