@@ -13,7 +13,7 @@ from benchmarks import linear, te, te_worker
 from benchmarks.training_step import LOCAL, PLAIN, TE_LAYERS, asked
 from benchmarks.training_step_worker import kind, stand_ins
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.arguments import machine
 from testing.builders.command_line import parse
 from testing.oracles import normal
 from testing.worlds.launch import MOCK_DATA

@@ -11,7 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore import pretrain
-from megatron_fp4.mcore.launch import command_line, machine
+from megatron_fp4.mcore.arguments import machine
+from megatron_fp4.mcore.launch import command_line
 from megatron_fp4.mcore.launch.refusals.checkpoints import background_save
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
 from megatron_fp4.mcore.loop import gpt

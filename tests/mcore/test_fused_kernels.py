@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.arguments import machine
 from megatron_fp4.mcore.checkpoints.compare_numerics import compare
 from megatron_fp4.mcore.launch import fused_kernels as launch
-from megatron_fp4.mcore.launch import machine
 from megatron_fp4.mcore.model import fused_kernels
 from megatron_fp4.mcore.model.mlp import GatedMLP
 from megatron_fp4.mcore.model.norm import Norm

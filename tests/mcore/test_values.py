@@ -9,7 +9,7 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.arguments import machine
 from megatron_fp4.mcore.launch.flags import add_flags
 from megatron_fp4.mcore.launch.refusals import values
 from testing.builders.command_line import parse

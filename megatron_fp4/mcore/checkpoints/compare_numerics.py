@@ -14,9 +14,9 @@ from megatron.training import print_rank_0
 
 from megatron_fp4.arithmetic.messages import form_name
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.arguments.steps import steps_of
 from megatron_fp4.mcore.checkpoints.differences import said, was_and_is
 from megatron_fp4.mcore.data import vocabulary
-from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes.content import fields_of
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from megatron_fp4.convert.arguments import SHAPES
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 from megatron_fp4.mcore.checkpoints.differences import was_and_is
-from megatron_fp4.mcore.launch.flags import flag_of
 
 _LAYOUT = (
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "

@@ -1,8 +1,8 @@
 """Parses Megatron's command line and the plugin's flags, with defaults that fit the machine.
 
 Megatron's own defaults require Transformer Engine, apex and NCCL. Defaults that need something this
-machine lacks are changed before parsing (machine.py), so that a launch has to describe only the
-model. A flag that the user gives and that cannot be used is refused with one line
+machine lacks are changed before parsing (arguments/machine.py), so that a launch has to describe
+only the model. A flag that the user gives and that cannot be used is refused with one line
 (refusals/table.py).
 """
 
@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch import flags, fp4_arguments, fused_kernels, machine
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments import machine
+from megatron_fp4.mcore.arguments.flag_names import flag_of
+from megatron_fp4.mcore.launch import flags, fp4_arguments, fused_kernels
 from megatron_fp4.mcore.launch.refusals import checkpoints, fp4_flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_command_line, of_data, of_launch, refuse

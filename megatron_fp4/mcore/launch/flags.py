@@ -26,11 +26,6 @@ shows them with Megatron's own.
 """
 
 
-def flag_of(name: str) -> str:
-    """The flag that sets an argument: "--num-layers" for "num_layers"."""
-    return f"--{name.replace('_', '-')}"
-
-
 def are_in(parser: argparse.ArgumentParser) -> bool:
     """Whether `add_flags` has added the plugin's flags to `parser`."""
     return any(group.title == TITLE for group in parser._action_groups)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import torch
 from packaging.version import Version
 
-from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.arguments import machine
 from megatron_fp4.mcore.launch.fp4_arguments import has_recipe
 
 OLDEST = "0.8.5"  # of the versions that were tried

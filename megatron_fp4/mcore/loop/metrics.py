@@ -32,8 +32,8 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import Given, OperandPlan
+from megatron_fp4.mcore.arguments.steps import steps_of, trains
 from megatron_fp4.mcore.launch.fp4_arguments import metrics_folder
-from megatron_fp4.mcore.launch.steps import steps_of, trains
 from megatron_fp4.mcore.loop.metrics_log import FILE, MetricsLog
 from megatron_fp4.mcore.loop.metrics_shares import (
     Samples,

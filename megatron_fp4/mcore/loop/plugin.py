@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import arguments, training
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.arguments.steps import trains
 from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.exchange import start
@@ -43,7 +44,6 @@ from megatron_fp4.mcore.launch import fused_kernels as launched_kernels
 from megatron_fp4.mcore.launch.command_line import Script
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.launch.refusals.table import of_launch, refuse
-from megatron_fp4.mcore.launch.steps import trains
 from megatron_fp4.mcore.loop import (
     compat,
     log,

@@ -14,9 +14,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fp4.errors import ConfigError
+from megatron_fp4.mcore.arguments.steps import trains
 from megatron_fp4.mcore.launch import cuda_graphs
 from megatron_fp4.mcore.launch.refusals.table import refuse
-from megatron_fp4.mcore.launch.steps import trains
 from megatron_fp4.mcore.model import attention, executor, joined_norms, start_lines, start_table
 from megatron_fp4.mcore.model.layers import Fp4ColumnParallelLinear, Fp4RowParallelLinear
 from megatron_fp4.mcore.model.mlp import GatedMLP

@@ -22,7 +22,7 @@ from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Site, Watch
 from megatron_fp4.execution.communication import TensorParallel
-from megatron_fp4.mcore.launch.steps import steps_of
+from megatron_fp4.mcore.arguments.steps import steps_of
 from megatron_fp4.mcore.model import graphs
 from megatron_fp4.mcore.model.run_log import RunLog
 from megatron_fp4.mcore.model.sent_weights import SentWeights

@@ -8,7 +8,7 @@ import re
 
 from megatron_fp4.arithmetic.philox import GROUP
 from megatron_fp4.errors import ConfigError, SizeError
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 from megatron_fp4.mcore.model.shards import tokens_on_rank
 from megatron_fp4.plan.sizes import check_sizes, token_tile
 from megatron_fp4.recipe import Recipe

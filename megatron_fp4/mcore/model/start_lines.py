@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES, STATE_BYTES, Ramping
-from megatron_fp4.mcore.launch.steps import steps_of, trains
+from megatron_fp4.mcore.arguments.steps import steps_of, trains
 from megatron_fp4.recipe import Recipe
 
 

@@ -13,8 +13,8 @@ import torch
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
-from megatron_fp4.mcore.launch import machine
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments import machine
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 
 
 def background_save(args: Namespace) -> Iterator[str]:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 from megatron_fp4 import te
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes.registry import known_names
 

@@ -17,7 +17,7 @@ from typing import Any
 import megatron.core
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 
 # New messages for Megatron's. A key is a regular expression that is searched for in the error's
 # message or, if it has none, in the source of the assertion's condition. Names in braces are local

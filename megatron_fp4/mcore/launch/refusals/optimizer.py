@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.optimizer.emerging_optimizers import AdaptiveMuon
 
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 
 
 def choice(args: Namespace) -> Iterator[str]:

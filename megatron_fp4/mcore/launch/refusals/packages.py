@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_fp4.mcore.launch import machine
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments import machine
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 
 # By Megatron's argument: the package that is imported, and its name for pip (None if a package
 # registry does not have it).

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 
 
 def layers(args: Namespace) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron_fp4.mcore.launch import machine
+from megatron_fp4.mcore.arguments import machine
 
 # By --tokenizer-type: the package that reads the tokenizer, and the flags that name its files.
 READ_BY = {

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fp4.mcore.launch.flags import flag_of
+from megatron_fp4.mcore.arguments.flag_names import flag_of
 
 
 class _Range(NamedTuple):

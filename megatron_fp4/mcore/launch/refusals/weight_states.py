@@ -3,8 +3,8 @@
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
+from megatron_fp4.mcore.arguments.steps import steps_of
 from megatron_fp4.mcore.launch.refusals.optimizer import is_layer_wise
-from megatron_fp4.mcore.launch.steps import steps_of
 from megatron_fp4.recipe import Recipe
 
 

@@ -1,0 +1,1 @@
+"""What the launch and its refusals both ask of Megatron's arguments and of the machine."""
