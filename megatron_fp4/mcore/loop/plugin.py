@@ -26,7 +26,6 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.training as package
-import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
@@ -34,11 +33,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import arguments, training
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.arguments.steps import trains
-from megatron_fp4.mcore.checkpoints.weight_states import complete, saved_states
+from megatron_fp4.mcore.checkpoints.weight_states import complete
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.exchange import start
-from megatron_fp4.mcore.gather import buckets
 from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
 from megatron_fp4.mcore.launch import fused_kernels as launched_kernels
 from megatron_fp4.mcore.launch.command_line import Script
@@ -48,21 +45,16 @@ from megatron_fp4.mcore.loop import (
     compat,
     log,
     metrics,
-    optimizer_state,
+    optimizer_setup,
     phased_graphs,
     ramping,
-    whole_weights,
 )
+from megatron_fp4.mcore.loop.idle_flags import IdleFlags
 from megatron_fp4.mcore.loop.metrics_log import MetricsLog, WithoutRecipe
-from megatron_fp4.mcore.model import fused_kernels, optimizers
+from megatron_fp4.mcore.model import fused_kernels
 from megatron_fp4.mcore.model.attach import attach
 from megatron_fp4.mcore.model.replacement import followed, fusable
 from megatron_fp4.mcore.model.run import Run
-
-_UNFOLLOWED = (
-    "no linear follows recipe {recipe}: {what}; build the model by Megatron's GPTModel or another "
-    "model of its TransformerBlock, and train it by megatron.training's pretrain"
-)
 
 
 class Plugin:
@@ -79,8 +71,7 @@ class Plugin:
         self.args: argparse.Namespace | None = None
         self.run: Run | None = None
         self.metrics: metrics.Metrics | None = None
-        self._is_attached = False
-        self._exchanges = False
+        self._idle = IdleFlags()
 
     def check_followed(self) -> None:
         """Raises ConfigError if no model was built whose linears follow the recipe.
@@ -92,21 +83,7 @@ class Plugin:
                 "the script parsed no arguments of Megatron's: call megatron.training.arguments' "
                 "parse_and_validate_args and megatron.training's pretrain in it"
             )
-        self._refuse_idle("the script trained no model")
-
-    def _refuse_idle(self, what: str) -> None:
-        """Raises ConfigError if a recipe or --fp4-grad-comm does nothing in the training."""
-        assert self.args is not None
-        self._refuse_unfollowed(what)
-        if self.args.fp4_grad_comm is not None and trains(self.args) and not self._exchanges:
-            raise ConfigError(
-                "--fp4-grad-comm did nothing: the script made no optimizer by the "
-                "get_megatron_optimizer of megatron.training.training; train by its pretrain"
-            )
-
-    def _refuse_unfollowed(self, what: str) -> None:
-        if self.run is not None and not self._is_attached:
-            raise ConfigError(_UNFOLLOWED.format(recipe=self.run.recipe.name, what=what))
+        self._idle.refuse("the script trained no model")
 
     # --- the command line -------------------------------------------------------------------------
 
@@ -131,6 +108,7 @@ class Plugin:
             self.run = Run(recipe, args, fp4_arguments.module_recipes(args))
             if self.run.ramping is not None:
                 args.fp4_fused_adamw = False  # Q-Ramping has an AdamW of its own
+        self._idle.begin(args, recipe)
         if self.ours or self.run is not None:
             log.install()
         if steps := metrics.interval(args):
@@ -194,24 +172,9 @@ class Plugin:
             if self.args is not None and self.args.fp4_rotates:
                 spec = fusable(spec)
             upstream(block, config, spec, *others, **named)
-            if self.run is not None or (self.args is not None and self.args.fp4_grad_comm):
-                self._check_first_pass(block)
+            self._idle.check_first_pass(block)
 
         return build
-
-    def _check_first_pass(self, block: torch.nn.Module) -> None:
-        """Has the first forward pass of `block` that trains raise ConfigError if a flag does
-        nothing: a loop of the script's own calls nothing else of the plugin's.
-
-        Later passes run without the check. Evaluations and passes without gradients go on.
-        """
-
-        def check(block: torch.nn.Module, given: Any) -> None:
-            if block.training and torch.is_grad_enabled():
-                self._refuse_idle("the script trains in a loop of its own")
-                hook.remove()
-
-        hook = block.register_forward_pre_hook(check)
 
     def _hook_into(self, config: Any) -> None:
         """Has `_attach` called for the model that `config` describes.
@@ -244,7 +207,7 @@ class Plugin:
             attach(self.run, model, fuse)
             if cuda_graphs.wanted(self.args):
                 phased_graphs.install(self.run, model)
-            self._is_attached = True
+            self._idle.follow()
             self.run.awaits_steps = True
             if self.metrics is not None:
                 self.metrics.follow_model(model)
@@ -313,37 +276,24 @@ class Plugin:
 
         @functools.wraps(step)
         def forward_step(*given: Any, **named: Any) -> Any:
-            self._refuse_unfollowed("its builder attached no recipe to the model")
+            self._idle.refuse_unfollowed("its builder attached no recipe to the model")
             return counted(*given, **named)
 
         return forward_step
 
     def making_optimizer(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """get_megatron_optimizer, whose optimizer keeps and sends what the flags ask for.
-
-        The order matters: state beside weights is kept by the optimizer that replaces Megatron's,
-        and the buckets that send codes read this state.
-        """
+        """get_megatron_optimizer, whose optimizer keeps and sends what the flags ask for."""
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
         def get_megatron_optimizer(*given: Any, **named: Any) -> Any:
+            if self.args is None:
+                return upstream(*given, **named)
             chunks = signature.bind(*given, **named).arguments["model_chunks"]
-            if self.args is not None and self.args.fp4_grad_comm is not None:
+            if self.args.fp4_grad_comm is not None:
                 self._exchange_gradients(chunks)
             optimizer = upstream(*given, **named)
-            if self.args is not None and self.args.fp4_fused_adamw:
-                optimizers.fuse(optimizer)
-            if self.run is not None and self.run.ramping is not None:
-                ramping.replace_optimizers(optimizer)
-            if self.run is not None and self.run.args.fp4_optimizer_state is not None:
-                optimizer_state.replace_optimizers(optimizer, chunks, self.run)
-            if self.run is not None and self.run.kept:
-                args = self.run.args
-                self.run.weight_states.follow(optimizer, saved_states(self.run.kept, args), args)
-            if self.run is not None and self.run.args.fp4_gathers_codes:
-                buckets.install(chunks, self.run.sent_weights, self.run.weight_states)
-                whole_weights.install(self.run.args)
+            optimizer_setup.set_up(optimizer, chunks, self.args, self.run)
             if self.metrics is not None:
                 self.metrics.follow_optimizer(optimizer)
             return optimizer
@@ -353,7 +303,7 @@ class Plugin:
     def _exchange_gradients(self, chunks: list[MegatronModule]) -> None:
         assert self.args is not None
         line = start.begin(self.args, self.run, chunks)
-        self._exchanges = True
+        self._idle.send()
         if self.args.rank == 0:
             print(line, flush=True)
 
