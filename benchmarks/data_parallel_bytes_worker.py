@@ -80,13 +80,13 @@ def counting(method: Callable[..., None], traffic: Traffic, sent: dict[str, int]
 
 def held(optimizer: Any) -> dict[str, int]:
     """The bytes of the main weights, and of Adam's moments with their scales, of this rank."""
-    from megatron_fp4.mcore.model.optimizers import stepping_parts
+    from megatron_fp4.mcore.model.optimizers import stepping_optimizers
 
     sizes = {"main weights": 0, "moments": 0}
-    for part in stepping_parts(optimizer):
-        for group in part.optimizer.param_groups:
+    for each in stepping_optimizers(optimizer):
+        for group in each.optimizer.param_groups:
             for weight in group["params"]:
-                state = part.optimizer.state[weight].values()
+                state = each.optimizer.state[weight].values()
                 moments = [x for x in state if isinstance(x, Tensor) and x.dim()]  # not the step
                 sizes["main weights"] += weight.nbytes
                 sizes["moments"] += sum(x.nbytes for x in moments)

@@ -43,11 +43,11 @@ def main() -> None:
 
 
 def optimizer_tensors(optimizer: Any) -> list[Tensor]:
-    """The float32 weights and their state, in all parts of Megatron's optimizer."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    """The float32 weights and their state, of all optimizers that Megatron chains."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
     found: list[Tensor] = []
-    for part in parts:
-        inner = part.optimizer
+    for each in chained:
+        inner = each.optimizer
         for group in inner.param_groups:
             for weight in group["params"]:
                 moments = [x for x in inner.state[weight].values() if isinstance(x, Tensor)]

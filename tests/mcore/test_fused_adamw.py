@@ -49,7 +49,7 @@ def test_a_run_with_the_fused_adamw_resumes(
 def test_gradients_are_clipped_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bits of Megatron's function, which it replaces."""
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
-    monkeypatch.setattr(optimizers, "stepping_parts", lambda optimizer: [])
+    monkeypatch.setattr(optimizers, "stepping_optimizers", lambda optimizer: [])
     optimizers.fuse(None)  # type: ignore[arg-type]
     scale = clip_grads.multi_tensor_scale_impl
     assert scale is optimizers._scale
@@ -69,6 +69,6 @@ def test_gradients_are_clipped_in_place(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_scale_of_another_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", abs)
-    monkeypatch.setattr(optimizers, "stepping_parts", lambda optimizer: [])
+    monkeypatch.setattr(optimizers, "stepping_optimizers", lambda optimizer: [])
     optimizers.fuse(None)  # type: ignore[arg-type]
     assert clip_grads.multi_tensor_scale_impl is abs

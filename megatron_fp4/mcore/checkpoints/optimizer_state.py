@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW
-from megatron_fp4.mcore.model.optimizers import part_of
+from megatron_fp4.mcore.model.optimizers import main_part_of
 
 
 def install() -> None:
@@ -88,6 +88,6 @@ def _without_moments(optimizer: LowBitAdamW) -> Iterator[None]:
 
 def _main(optimizer: DistributedOptimizer, weight: torch.nn.Parameter) -> Tensor:
     """This rank's part of the FP32 main weight of a parameter."""
-    own = part_of(optimizer, weight)
+    own = main_part_of(optimizer, weight)
     assert own is not None
     return own[0]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.ramping_adamw import Snapshot
 from megatron_fp4.mcore.loop.rewinding import rewinding_iterators
-from megatron_fp4.mcore.model.optimizers import stepping_parts
+from megatron_fp4.mcore.model.optimizers import stepping_optimizers
 
 
 class LoopState:
@@ -44,9 +44,9 @@ class LoopState:
         """data: what Megatron passes to train_step as data_iterator. offload: whether the
         copies of weights and optimizer state are kept in the host's memory."""
         self._model, self._scheduler = model, scheduler
-        self._parts = stepping_parts(optimizer)
-        self._snapshots = [Snapshot(part.optimizer, offload) for part in self._parts]
-        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
+        self._optimizers = stepping_optimizers(optimizer)
+        self._snapshots = [Snapshot(each.optimizer, offload) for each in self._optimizers]
+        scalers = [getattr(each, "grad_scaler", None) for each in self._optimizers]
         self._scales = [(each, each.state_dict()) for each in scalers if each is not None]
         # A MoE router counts tokens in buffers. DDP has an attribute `buffers` of its own.
         buffers = [each for chunk in model for each in torch.nn.Module.buffers(chunk)]
@@ -64,10 +64,10 @@ class LoopState:
         """Brings the state back. Every rank must call it."""
         for snapshot in self._snapshots:
             snapshot.restore()
-        for part in self._parts:
+        for each in self._optimizers:
             # The model's weights are the main weights, rounded. An FP32Optimizer's are the same.
-            if hasattr(part, "_copy_main_params_to_model_params"):
-                part._copy_main_params_to_model_params()
+            if hasattr(each, "_copy_main_params_to_model_params"):
+                each._copy_main_params_to_model_params()
         gather_weights(self._model)
         for scaler, state in self._scales:
             scaler.load_state_dict(state)

@@ -13,7 +13,7 @@ from megatron_fp4.arithmetic.low_bit_adamw import LowBitAdamW, Update
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.exchange.places import place_in, trained_parameters
-from megatron_fp4.mcore.model.optimizers import part_of, stepping_parts
+from megatron_fp4.mcore.model.optimizers import main_part_of, stepping_optimizers
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.streams import check_streams
@@ -42,16 +42,16 @@ def replace_optimizers(
     ]
     everyone = {each for names in of_all([name for name, _ in weights]) for each in names}
     check_streams(run.linears, sorted(everyone))
-    for part in stepping_parts(optimizer):
-        if not part.config.decoupled_weight_decay:
+    for each in stepping_optimizers(optimizer):
+        if not each.config.decoupled_weight_decay:
             raise ConfigError(
                 "--fp4-optimizer-state stores the moments of AdamW: set decoupled_weight_decay of "
                 "the optimizer's configuration, or leave out the flag"
             )
-        inner = LowBitAdamW.in_place_of(part.optimizer, moments, run.args.fp4_seed, _update())
-        part.optimizer, part.init_state_fn = inner, _init_state
+        inner = LowBitAdamW.in_place_of(each.optimizer, moments, run.args.fp4_seed, _update())
+        each.optimizer, each.init_state_fn = inner, _init_state
         for name, weight in weights:
-            if (own := part_of(part, weight)) is not None:
+            if (own := main_part_of(each, weight)) is not None:
                 main, start = own
                 inner.place(main, Owned(name, place_in(weight), start))
         _init_state(inner)

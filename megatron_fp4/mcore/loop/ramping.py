@@ -29,7 +29,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints.optimizer_compat import init_state
 from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights
 from megatron_fp4.mcore.model.kept_states import KeptStates
-from megatron_fp4.mcore.model.optimizers import stepping_parts
+from megatron_fp4.mcore.model.optimizers import stepping_optimizers
 from megatron_fp4.mcore.model.run import Run
 
 # Arguments that make train_step write files in some iterations.
@@ -49,14 +49,14 @@ def replace_optimizers(optimizer: MegatronOptimizer) -> None:
     installed. Megatron looks it up at each use. Raises ConfigError for Adam without decoupled
     weight decay.
     """
-    for part in stepping_parts(optimizer):
-        if not part.config.decoupled_weight_decay:
+    for each in stepping_optimizers(optimizer):
+        if not each.config.decoupled_weight_decay:
             raise ConfigError(
                 "Q-Ramping updates weights by AdamW: set decoupled_weight_decay of the optimizer's "
                 "configuration, or leave ramping out of the recipe"
             )
-        part.optimizer = RampingAdamW.in_place_of(part.optimizer, _update())
-        part.init_state_fn = init_state
+        each.optimizer = RampingAdamW.in_place_of(each.optimizer, _update())
+        each.init_state_fn = init_state
 
 
 def _update() -> Update:
@@ -124,7 +124,7 @@ class Calibrations:
     ) -> None:
         """Runs a calibration of steps by `step`, restores `before`, and sets the periods."""
         start, run = time.perf_counter(), self._run
-        inner = [part.optimizer for part in stepping_parts(optimizer)]
+        inner = [each.optimizer for each in stepping_optimizers(optimizer)]
         ramped = run.weight_states.ramped
         gather_weights(model)
         movements = [

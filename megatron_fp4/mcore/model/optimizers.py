@@ -1,4 +1,4 @@
-"""The parts of Megatron's optimizers, and torch's fused AdamW in them."""
+"""The optimizers that Megatron chains, and torch's fused AdamW in them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.fused_adamw import FusedAdamW
 
 
-def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that `optimizer` chains, such as one for experts; without a chain, itself.
 
     They are the same on all ranks. One that has no parameters on this rank is a stub
@@ -22,17 +22,16 @@ def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(optimizer.chained_optimizers) if chained else [optimizer]
 
 
-def stepping_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The parts of `optimizer` that have parameters on this rank, and so a torch optimizer."""
-    return [part for part in parts_of(optimizer) if not part.is_stub_optimizer]
+def stepping_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Those `chained_optimizers` that have parameters on this rank, and so a torch optimizer."""
+    return [each for each in chained_optimizers(optimizer) if not each.is_stub_optimizer]
 
 
-def part_of(optimizer: MegatronOptimizer, weight: Tensor) -> tuple[Tensor, int] | None:
-    """(main weight, start) of a weight of the model that `optimizer` updates on this rank.
+def main_part_of(optimizer: MegatronOptimizer, weight: Tensor) -> tuple[Tensor, int] | None:
+    """(part, start): this rank's part of the FP32 main weight of a weight, for `optimizer`.
 
-    The FP32 main weight is this rank's part of it, and begins at element `start` of the weight,
-    flattened. None if this rank updates no part by this optimizer. optimizer: a part of Megatron's
-    (`stepping_parts`).
+    The part begins at element `start` of the weight, flattened. None if this rank updates no part
+    by this optimizer. optimizer: one of `stepping_optimizers`. weight: of the model.
     """
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
@@ -60,9 +59,9 @@ def fuse(optimizer: MegatronOptimizer) -> None:
     From then on gradients are clipped in place.
     """
     clip_in_place()
-    for part in stepping_parts(optimizer):
-        if type(part.optimizer) is torch.optim.AdamW:
-            part.optimizer = FusedAdamW.in_place_of(part.optimizer)
+    for each in stepping_optimizers(optimizer):
+        if type(each.optimizer) is torch.optim.AdamW:
+            each.optimizer = FusedAdamW.in_place_of(each.optimizer)
 
 
 def _scale(chunk_size: int, noop_flag: Any, lists: list[list[Tensor]], scale: float) -> None:

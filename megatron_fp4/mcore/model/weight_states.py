@@ -32,7 +32,7 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
 from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, blend, key_of
 from megatron_fp4.mcore.model.kept_states import KeptStates
-from megatron_fp4.mcore.model.optimizers import part_of, parts_of
+from megatron_fp4.mcore.model.optimizers import chained_optimizers, main_part_of
 from megatron_fp4.mcore.model.saved_states import SavedStates, stack_of
 from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.recipe import Recipe
@@ -116,7 +116,7 @@ class WeightStates:
             kept.saved = saved.names_of(kept.name, kept.number)
             of_stack = {name: d for stack, name, d in everywhere if stack == stack_of(kept.name)}
             kept.padded = {n: d for n, d in of_stack.items() if n not in kept.dtypes}
-        for each in parts_of(optimizer):
+        for each in chained_optimizers(optimizer):
             if not each.is_stub_optimizer:
                 self._find_own(each)
             if isinstance(each, DistributedOptimizer):
@@ -130,9 +130,9 @@ class WeightStates:
             kept.inner.ramp(kept.main)
 
     def _find_own(self, optimizer: MegatronOptimizer) -> None:
-        """Notes which parts of the weights a part of Megatron's optimizer updates on this rank."""
+        """Notes which parts of the weights one of `chained_optimizers` updates on this rank."""
         for kept in self._all:
-            if (own := part_of(optimizer, kept.layer.weight)) is not None:
+            if (own := main_part_of(optimizer, kept.layer.weight)) is not None:
                 kept.inner, (kept.main, kept.start) = optimizer.optimizer, own
                 kept.end = kept.start + kept.main.numel()
 
