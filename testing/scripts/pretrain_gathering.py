@@ -22,9 +22,9 @@ from torch import distributed as dist
 
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.mcore import pretrain
-from megatron_fp4.mcore.gather import parts
+from megatron_fp4.mcore.gather import sent_shards
 from megatron_fp4.mcore.gather.buckets import CodesBucket
-from megatron_fp4.mcore.gather.parts import WeightRange
+from megatron_fp4.mcore.gather.sent_shards import WeightRange
 from megatron_fp4.mcore.loop import whole_weights
 from megatron_fp4.mcore.runtime import cpu
 from testing import fused_adam
@@ -121,7 +121,7 @@ def stale() -> None:
 
 
 def broadcasting() -> None:
-    parts.LONG = 1024
+    sent_shards.LONG = 1024
 
 
 WORDS = {

@@ -19,13 +19,13 @@ from torch import distributed as dist
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.mcore.exchange.buckets import extend, groups_of, ranks_of
-from megatron_fp4.mcore.gather.parts import WeightRange, bytes_of, head_length, rank_parts
+from megatron_fp4.mcore.gather.sent_shards import WeightRange, bytes_of, head_length, sent_shards
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 
 
 class CodesBucket:
-    """Gathers one bucket: this rank sends its part, and receives the parts of all."""
+    """Gathers one bucket: this rank sends its message, and receives those of all."""
 
     def __init__(
         self, bucket: Any, group: dist.ProcessGroup, weights: SentWeights, states: WeightStates
@@ -33,17 +33,17 @@ class CodesBucket:
         """group: the ranks that own the shards. states: has the averages of the weights."""
         self._buffer: Tensor = bucket.param_data
         self._group, self._states = group, states
-        parts = rank_parts(bucket, group.size(), weights.by_parameter)
-        self._own = parts[group.rank()]
-        self._places = [part.places(self._buffer) for part in parts]
+        shards = sent_shards(bucket, group.size(), weights.by_parameter)
+        self._own = shards[group.rank()]
+        self._places = [shard.places(self._buffer) for shard in shards]
         self._broadcast = [
             (dist.get_global_rank(group, rank), run)
-            for rank, part in enumerate(parts)
-            for run in bytes_of(part.long, self._buffer)
+            for rank, shard in enumerate(shards)
+            for run in bytes_of(shard.long, self._buffer)
         ]
         self._longest = max(sum(map(len, places)) for places in self._places)
-        self._head = head_length(parts)
-        sent = [piece.weight for part in parts for piece in part.sent]
+        self._head = head_length(shards)
+        sent = [piece.weight for shard in shards for piece in shard.sent]
         self._has_averages = any(weight.rounds_to_average for weight in sent)
 
     @torch.no_grad()
@@ -62,19 +62,19 @@ class CodesBucket:
             for work in works:
                 work.wait()
             into, pieces = list[Tensor](), list[Tensor]()
-            for places, part in zip(self._places, received.split(self._longest), strict=True):
+            for places, sent in zip(self._places, received.split(self._longest), strict=True):
                 lengths = list(map(len, places))
                 into += places
-                pieces += part[: sum(lengths)].split(lengths)
+                pieces += sent[: sum(lengths)].split(lengths)
             torch._foreach_copy_(into, pieces)
 
         return Pending(arrive)
 
     def _message(self) -> Tensor:
-        """This rank's part, padded to the length of the longest: uint8."""
+        """This rank's message, padded to the length of the longest: uint8."""
         values, averages = self._behind()
         pieces = [
-            part for each in self._own.blocks for part in self._encoded(each, values, averages)
+            made for each in self._own.blocks for made in self._encoded(each, values, averages)
         ]
         pieces += bytes_of(self._own.short, self._buffer)
         written = sum(map(len, pieces))

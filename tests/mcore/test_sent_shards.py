@@ -17,9 +17,9 @@ from megatron_fp4.arithmetic.owned_blocks import owned_blocks
 from megatron_fp4.arithmetic.quantizer import quantize_matrix
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.gather import parts
+from megatron_fp4.mcore.gather import sent_shards as module
 from megatron_fp4.mcore.gather.buckets import CodesBucket, install
-from megatron_fp4.mcore.gather.parts import head_length, rank_parts
+from megatron_fp4.mcore.gather.sent_shards import head_length, sent_shards
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.recipe import GemmRecipe
@@ -130,10 +130,10 @@ def received(
     sent = messages(bucket, ranks, monkeypatch)
     target = torch.zeros_like(bucket.param_data)
     like = SimpleNamespace(**vars(bucket) | {"param_data": target})
-    every = rank_parts(like, ranks, bucket.weights.by_parameter)
-    for part, message in zip(every, sent, strict=True):
+    every = sent_shards(like, ranks, bucket.weights.by_parameter)
+    for shard, message in zip(every, sent, strict=True):
         at = 0
-        for place in part.places(target):
+        for place in shard.places(target):
             place.copy_(message[at : at + len(place)])
             at += len(place)
     found = [(each.codes.codes, each.codes.scales) for each in bucket.weights.by_parameter.values()]
@@ -159,7 +159,7 @@ def test_messages_make_the_codes_of_the_whole_weights(
         if parameter not in weights:
             assert torch.equal(buffer[start:stop], parameter.detach().flatten())
     # From eight ranks on borders cut blocks of 32.
-    head = head_length(rank_parts(bucket, ranks, weights))
+    head = head_length(sent_shards(bucket, ranks, weights))
     assert (head > 0) == (ranks >= 8), head
 
 
@@ -184,10 +184,10 @@ def test_bytes_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = messages(bucket, 2, monkeypatch)
     assert len(first) == len(second) == 64 * 64 * 2 and not first[codes:].any()
     # A long run of another parameter is broadcast, and pads nobody's message.
-    monkeypatch.setattr(parts, "LONG", 64 * 64 * 2)
+    monkeypatch.setattr(module, "LONG", 64 * 64 * 2)
     assert {len(message) for message in messages(bucket, 2, monkeypatch)} == {codes}
-    found = rank_parts(bucket, 2, bucket.weights.by_parameter)
-    assert [part.long for part in found] == [[], [(64 * 64, 2 * 64 * 64)]]
+    found = sent_shards(bucket, 2, bucket.weights.by_parameter)
+    assert [shard.long for shard in found] == [[], [(64 * 64, 2 * 64 * 64)]]
 
 
 class Group:

@@ -50,12 +50,13 @@ class WeightRange:
 
 
 @dataclass(frozen=True)
-class SentPart:
-    """What one rank sends of a bucket.
+class SentShard:
+    """The shard of a bucket that one rank owns, and what the rank sends.
 
-    low, high: its shard. blocks: the blocks that it quantizes, of each sent weight. sent: what of
-    the shard belongs to sent weights. short, long: the runs [low, high) of the shard that belong to
-    other parameters, which are a part of the message, or are broadcast (`LONG`).
+    low, high: the elements of the shard. blocks: the blocks that the rank quantizes, of each sent
+    weight. sent: what of the shard belongs to sent weights. short, long: the runs [low, high) of
+    the shard that belong to other parameters, which the message has, or which are broadcast
+    (`LONG`).
     """
 
     low: int
@@ -85,31 +86,31 @@ def bytes_of(runs: Sequence[tuple[int, int]], buffer: Tensor) -> list[Tensor]:
     return [of_bytes[low * size : high * size] for low, high in runs]
 
 
-def rank_parts(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[SentPart]:
-    """The part of each rank of a bucket of Megatron's. weights: the sent ones, by parameter."""
+def sent_shards(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[SentShard]:
+    """The shard of each rank of a bucket of Megatron's. weights: the sent ones, by parameter."""
     size = bucket.param_data.numel()
     borders = [rank * (size // ranks) for rank in range(ranks + 1)]
-    found = [SentPart(low, high) for low, high in pairwise(borders)]
+    found = [SentShard(low, high) for low, high in pairwise(borders)]
     for parameter, (start, stop) in bucket.param_to_index.items():
         weight = weights.get(parameter)
-        for part in found:
-            low, high = max(start, part.low), min(stop, part.high)
+        for shard in found:
+            low, high = max(start, shard.low), min(stop, shard.high)
             if low < high and weight is None:
                 is_long = (high - low) * bucket.param_data.element_size() >= LONG
-                (part.long if is_long else part.short).append((low, high))
+                (shard.long if is_long else shard.short).append((low, high))
             elif low < high and weight is not None:
-                part.sent.append(WeightRange(weight, start, low, high))
+                shard.sent.append(WeightRange(weight, start, low, high))
         if weight is not None:
             owned = owned_blocks(start, stop, weight.block, borders)
-            for part, (first, last) in zip(found, owned, strict=True):
+            for shard, (first, last) in zip(found, owned, strict=True):
                 if first < last:
-                    part.blocks.append(WeightRange(weight, start, start + first, start + last))
+                    shard.blocks.append(WeightRange(weight, start, start + first, start + last))
     return found
 
 
-def head_length(parts: Sequence[SentPart]) -> int:
+def head_length(shards: Sequence[SentShard]) -> int:
     """How many of its first elements each rank sends to those before it; 0 if no block is cut.
 
     A block that is longer than a shard takes the whole of the next one.
     """
-    return min(max(part.overshoot for part in parts), parts[0].high)
+    return min(max(shard.overshoot for shard in shards), shards[0].high)
