@@ -15,7 +15,7 @@ from megatron_fp4.cpp.lowering import CannotLower, Outcome, lower
 from megatron_fp4.cpp.recorder import is_shared, record_pass
 from megatron_fp4.execution.autograd import ForwardContext
 from megatron_fp4.execution.call import Call, Site
-from megatron_fp4.execution.parts import Parts, take_apart
+from megatron_fp4.execution.tensor_lists import TensorList, take_apart
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers import PYTORCH
 from megatron_fp4.plan.data import LinearPlan
@@ -72,7 +72,7 @@ class CallRecorder:
         held = self._held
         reads = held is not None and held.has("fprop")
 
-        def outcome(found: tuple[Tensor, ForwardContext, Parts]) -> Outcome:
+        def outcome(found: tuple[Tensor, ForwardContext, TensorList]) -> Outcome:
             y, context, saved = found
             if (problem := refusal(context.plan)) is not None:
                 raise CannotLower(problem)

@@ -17,7 +17,7 @@ from megatron_fp4.execution.backward import Backward
 from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.follow import Follower
 from megatron_fp4.execution.forward import Saved, forward
-from megatron_fp4.execution.parts import Build, Parts, take_apart
+from megatron_fp4.execution.tensor_lists import Build, TensorList, take_apart
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.inputs import autocasts
 from megatron_fp4.operands import Computed, Normed, Operand, Swiglu
@@ -83,7 +83,7 @@ class LinearFunction(torch.autograd.Function):
             matrix = Normed(given, site.norm)
         plan = _plan(given, weight, bias, recipe, site, needs, beside.place)
 
-        def run(followed: Site) -> tuple[Tensor, ForwardContext, Parts]:
+        def run(followed: Site) -> tuple[Tensor, ForwardContext, TensorList]:
             y, saved = forward(plan, matrix, weight, bias, followed, call, held)
             is_kept = held is not None or plan.fprop.b.is_sent
             shares_w = is_kept and plan.saves_w == "operand"
@@ -223,21 +223,21 @@ def unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def _taken_apart(
     saved: Saved, shares_w: bool
-) -> tuple[Parts, tuple[tuple[slice, Build] | None, ...]]:
+) -> tuple[TensorList, tuple[tuple[slice, Build] | None, ...]]:
     """(tensors, `ForwardContext.builds`) of what the forward pass saved.
 
     They are for save_for_backward, so that hooks on saved tensors see them. shares_w: whether the
     calls of a step share W's operand, which is then not among them.
     """
-    tensors: Parts = []
+    tensors: TensorList = []
     builds: tuple[tuple[slice, Build] | None, ...] = ()
     end = 0
     w = None if shares_w else saved.w
-    for part in (saved.x, w, saved.weight, saved.x_itself, saved.outliers, saved.y, saved.mean):
-        if part is None:
+    for each in (saved.x, w, saved.weight, saved.x_itself, saved.outliers, saved.y, saved.mean):
+        if each is None:
             builds += (None,)
             continue
-        mine, build = take_apart(part)
+        mine, build = take_apart(each)
         start, end = end, end + len(mine)
         builds += ((slice(start, end), build),)
         tensors += mine
@@ -245,8 +245,8 @@ def _taken_apart(
 
 
 def _put_together(context: ForwardContext, tensors: Sequence[Tensor | None]) -> Saved:
-    parts: list[Any] = [
+    found: list[Any] = [
         None if each is None else each[1](*tensors[each[0]]) for each in context.builds
     ]
-    x, w, *others = parts
+    x, w, *others = found
     return Saved(x, w if context.shared_w is None else context.shared_w, *others)

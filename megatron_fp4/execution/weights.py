@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
-from megatron_fp4.execution.parts import take_apart
+from megatron_fp4.execution.tensor_lists import TensorList, take_apart
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
 
 GEMMS_OF_W = "fprop", "dgrad"  # those that multiply W
@@ -58,7 +58,7 @@ class HeldWeight:
     def tensors(self, gemm: str) -> list[Tensor]:
         """All tensors of the operand of a GEMM, which has been made."""
         found, _ = take_apart(self.made[gemm].operand)
-        found = [*found, self.folds.get(gemm), *_parts(self.forms.get(gemm))]
+        found = [*found, self.folds.get(gemm), *_tensors_of(self.forms.get(gemm))]
         return [each for each in found if each is not None]
 
     def rebuild(self, gemm: str) -> Callable[[HeldWeight, Sequence[Tensor]], None]:
@@ -68,7 +68,7 @@ class HeldWeight:
         """
         operand, build = take_apart(self.made[gemm].operand)
         form = self.forms.get(gemm)
-        there = [each is not None for each in [*operand, self.folds.get(gemm), *_parts(form)]]
+        there = [each is not None for each in [*operand, self.folds.get(gemm), *_tensors_of(form)]]
         built = None if form is None else _form(form)
         return partial(_rebuilt, gemm, len(operand), there, build, built, gemm in self.folds)
 
@@ -85,15 +85,15 @@ def _rebuilt(
 ) -> None:
     """Adds an operand to `held`; see `HeldWeight.rebuild`."""
     rest = iter(tensors)
-    parts = [next(rest) if each else None for each in there]
-    held.made[gemm] = Made(build(*parts[:size]))
+    found = [next(rest) if each else None for each in there]
+    held.made[gemm] = Made(build(*found[:size]))
     if folds:
-        held.folds[gemm] = parts[size]
+        held.folds[gemm] = found[size]
     if form is not None:
-        held.forms[gemm] = form(*parts[size + 1 :])
+        held.forms[gemm] = form(*found[size + 1 :])
 
 
-def _parts(form: Form | None) -> list[Tensor | None]:
+def _tensors_of(form: Form | None) -> TensorList:
     match form:
         case None:
             return []
@@ -106,7 +106,7 @@ def _parts(form: Form | None) -> list[Tensor | None]:
 
 
 def _form(form: Form) -> Callable[..., Form]:
-    """A function that builds such a form from its `_parts`."""
+    """A function that builds such a form from its `_tensors_of`."""
     if isinstance(form, Carriers):
         return partial(_carriers, form.element)
     return Decoded if isinstance(form, Decoded) else take_apart(form)[1]

@@ -28,7 +28,7 @@ from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.making import make_operands, source_of
-from megatron_fp4.execution.parts import take_apart
+from megatron_fp4.execution.tensor_lists import take_apart
 from megatron_fp4.makers.base import Source
 from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.base import Multiplier, Product, format_of
