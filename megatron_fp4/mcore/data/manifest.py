@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NAME = "manifest.json"
-# The prefix of each dataset, and the manifest's key for it.
-PARTS = {"train_text_document": "train", "valid_text_document": "held_out"}
-OUTPUTS = [NAME, "tokenizer.model", *(f"{part}.{ext}" for part in PARTS for ext in ("bin", "idx"))]
+# The name of each dataset, and its side: the manifest's key for it.
+DATASETS = {"train_text_document": "train", "valid_text_document": "held_out"}
+OUTPUTS = [
+    NAME,
+    "tokenizer.model",
+    *(f"{each}.{ext}" for each in DATASETS for ext in ("bin", "idx")),
+]
 LEFT_OUT = "left_out.txt"  # the lines and files that preprocess.py could not use
 PREPROCESS = "preprocess"  # the value of the manifest's key "command" in manifests of preprocess.py
 _KEYS = {"fingerprint", "options", "tokenizer_sha256", "train", "held_out"}
@@ -44,14 +48,14 @@ def recorded(prefix: str) -> Record | None:
 
     Raises DamagedManifest if there is one that cannot be read.
     """
-    part, path = PARTS.get(Path(prefix).name), Path(prefix).with_name(NAME)
-    if part is None or not path.exists():
+    side, path = DATASETS.get(Path(prefix).name), Path(prefix).with_name(NAME)
+    if side is None or not path.exists():
         return None
     try:
         found = json.loads(path.read_bytes())
         if "tokenizer_sha256" not in found:
             return None  # another program wrote it
-        return Record(str(found["tokenizer_sha256"]), int(found[part]["tokens"]))
+        return Record(str(found["tokenizer_sha256"]), int(found[side]["tokens"]))
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise DamagedManifest(f"{path} cannot be read ({error})") from error
 
@@ -108,4 +112,4 @@ def outputs_in(folder: Path) -> set[str]:
 
     They include the folders in which Megatron caches its shuffled indices.
     """
-    return {*OUTPUTS, LEFT_OUT, *PARTS} if (folder / NAME).exists() and read(folder) else set()
+    return {*OUTPUTS, LEFT_OUT, *DATASETS} if (folder / NAME).exists() and read(folder) else set()

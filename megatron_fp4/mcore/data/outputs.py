@@ -60,7 +60,7 @@ def clear(output: Path) -> None:
     """Creates the folder; removes the manifest and Megatron's cached indices of earlier data."""
     output.mkdir(parents=True, exist_ok=True)
     (output / manifest.NAME).unlink(missing_ok=True)
-    for part in manifest.PARTS:
+    for name in manifest.DATASETS:
         # Megatron caches its shuffled indices in a folder named like the dataset, under a hash that
         # does not depend on the content. With new text they could point past the end of the data.
-        shutil.rmtree(output / part, ignore_errors=True)
+        shutil.rmtree(output / name, ignore_errors=True)

@@ -254,7 +254,7 @@ def prepare_documents(
     with outputs.writing(output):
         outputs.clear(output)
         (output / "tokenizer.model").write_bytes(model)
-        train_part, held_out_part = manifest.PARTS
+        train_name, held_out_name = manifest.DATASETS
         made = {
             "source": origin,
             "options": asdict(options),
@@ -262,8 +262,8 @@ def prepare_documents(
             "documents": len(documents),
             "bytes": sum(_size(document.text) for document in documents),
             "tokenizer_sha256": hashlib.sha256(model).hexdigest(),
-            "train": _write_part(output / train_part, train, model),
-            "held_out": _write_part(output / held_out_part, held_out, model),
+            "train": _write_dataset(output / train_name, train, model),
+            "held_out": _write_dataset(output / held_out_name, held_out, model),
         }
         made["files"] = manifest.sizes(output, manifest.OUTPUTS[1:])
         manifest.write(output, made)  # written last: its presence means that the data are complete
@@ -297,7 +297,7 @@ def _check_not_a_corpus(output: Path) -> None:
         )
 
 
-def _write_part(prefix: Path, texts: list[str], model: bytes) -> dict[str, int]:
+def _write_dataset(prefix: Path, texts: list[str], model: bytes) -> dict[str, int]:
     import sentencepiece
 
     tokens = write_dataset(prefix, texts, sentencepiece.SentencePieceProcessor(model_proto=model))

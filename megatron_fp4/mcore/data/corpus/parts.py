@@ -18,7 +18,7 @@ import numpy.typing
 from megatron_fp4.mcore.data.corpus.blocks import START, Cursor
 
 PROBLEMS_SHOWN = 3
-SIDES = ("train", "held_out")  # as in manifest.PARTS
+SIDES = ("train", "held_out")  # as in manifest.DATASETS
 _PREFIX, _PARTIAL = "part-", "partial-"
 _LENGTH = numpy.dtype(numpy.int32)
 

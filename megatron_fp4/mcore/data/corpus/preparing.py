@@ -86,8 +86,8 @@ def _check_empty(output: Path, made: dict[str, Any] | None) -> None:
             f"{output} has data of another text, tokenizer or options, or its files changed: give "
             "another --output, or delete it"
         )
-    for part in manifest.PARTS:
-        for path in (output / f"{part}.bin", output / f"{part}.idx"):
+    for name in manifest.DATASETS:
+        for path in (output / f"{name}.bin", output / f"{name}.idx"):
             if path.exists() and not job.exists(output):
                 raise DataError(f"{path} exists already: give another --output, or delete it")
 
@@ -156,10 +156,10 @@ def _write(
     """
     outputs.clear(output)
     names = []
-    for part, side in manifest.PARTS.items():
+    for name, side in manifest.DATASETS.items():
         if counts[side].tokens:
-            merge(folder, headers, side, output / part, dtype)
-            names += [f"{part}.bin", f"{part}.idx"]
+            merge(folder, headers, side, output / name, dtype)
+            names += [f"{name}.bin", f"{name}.idx"]
     if any(header.left_out for header in headers):
         names.append(manifest.LEFT_OUT)
         with (output / manifest.LEFT_OUT).open("w", encoding="utf-8") as file:

@@ -126,7 +126,7 @@ def _without_data(args: Namespace, given: list[bool]) -> Iterator[str]:
 
 def _instead(prefix: str, documents: int) -> str:
     """Flags with which every split gets documents of a dataset that has this number of them."""
-    train, held_out = manifest.PARTS
+    train, held_out = manifest.DATASETS
     beside = Path(prefix).with_name(held_out)
     if Path(prefix).name == train and beside.with_suffix(".idx").is_file():
         return f"--train-data-path {prefix} --valid-data-path {beside} in place of --data-path"
