@@ -31,7 +31,7 @@ class IdleFlags:
 
     def __init__(self) -> None:
         self._args: argparse.Namespace | None = None
-        self._recipe: Recipe | None = None
+        self._unfollowed: Recipe | None = None
         self._is_followed = False
         self._is_sending = False
         self._hook: RemovableHandle | None = None
@@ -41,13 +41,13 @@ class IdleFlags:
 
         From then on a step of any torch optimizer raises ConfigError while a flag does nothing.
         """
-        self._args, self._recipe = args, recipe
+        self._args, self._unfollowed = args, None if self._is_followed else recipe
         if self._hook is None and self._are_idle:
             self._hook = register_optimizer_step_pre_hook(lambda *given: self.refuse(_OWN_LOOP))
 
     def follow(self) -> None:
         """Call it when linears follow the recipe."""
-        self._is_followed = True
+        self._unfollowed, self._is_followed = None, True
         self._drop_hook()
 
     def send(self) -> None:
@@ -66,8 +66,8 @@ class IdleFlags:
 
     def refuse_unfollowed(self, what: str) -> None:
         """Raises ConfigError if no linear follows the recipe."""
-        if (recipe := self._unfollowed) is not None:
-            raise ConfigError(_UNFOLLOWED.format(recipe=recipe.name, what=what))
+        if self._unfollowed is not None:
+            raise ConfigError(_UNFOLLOWED.format(recipe=self._unfollowed.name, what=what))
 
     def check_first_pass(self, block: torch.nn.Module) -> None:
         """Has the first forward pass of `block` that trains raise ConfigError if a flag does
@@ -90,10 +90,6 @@ class IdleFlags:
         args = self._args
         asks = args is not None and args.fp4_grad_comm is not None and trains(args)
         return asks and not self._is_sending
-
-    @property
-    def _unfollowed(self) -> Recipe | None:
-        return None if self._is_followed else self._recipe
 
     @property
     def _are_idle(self) -> bool:
