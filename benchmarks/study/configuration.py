@@ -16,8 +16,9 @@ def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[st
     """All that the result of a run depends on, as JSON, besides versions and the machine.
 
     point: of the matrix. text: of text.described(). "flags" are those of the launch but for paths
-    and for the layout. "ranks" is there if the matrix says how many share the batch, and
-    "recipe_fields" if the recipe is a file, whose content may change under its name.
+    and for the layout. "ranks" is there if the matrix says how many share the batch, "evaluate_in"
+    if it says by which recipes the model is evaluated at the end, and "recipe_fields" if the recipe
+    is a file, whose content may change under its name.
     """
     size = SIZES[point.size]
     training = runs.Training(
@@ -34,9 +35,18 @@ def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[st
     found: dict[str, Any] = {"flags": flags, "text": text["sha256"], "numerics": NUMERICS_VERSION}
     if matrix.ranks:
         found["ranks"] = matrix.ranks
-    if point.recipe.split()[0].partition(",")[0].endswith(SUFFIXES):
-        found["recipe_fields"] = content.fields_of(content.write(recipe_of(point.recipe)))
+    if matrix.evaluate_in:
+        found["evaluate_in"] = {entry: _content(entry) for entry in matrix.evaluate_in}
+    if fields := _content(point.recipe):
+        found["recipe_fields"] = fields
     return point._asdict() | found
+
+
+def _content(entry: str) -> dict[str, Any]:
+    """The fields of an entry's recipe if it is a file; {} of one that has a name."""
+    if not entry.split()[0].partition(",")[0].endswith(SUFFIXES):
+        return {}
+    return content.fields_of(content.write(recipe_of(entry)))
 
 
 def hash_of(configuration: dict[str, Any]) -> str:

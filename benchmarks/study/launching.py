@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.configuration import hash_of
+from benchmarks.study.matrix import is_bf16
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.metrics import records
 from megatron_fp4.metrics.weights import window
@@ -50,17 +51,20 @@ class Launch:
     def flags(self, minutes: float | None) -> list[str]:
         """All flags. minutes: after so many a checkpoint is saved and the launch ends."""
         size = SIZES[self.configuration["size"]]
-        # runs.launch shards tensors over all processes. Here it is the configuration that says so.
-        flags = ["--tensor-model-parallel-size", "1"]
-        flags += [*self.configuration["flags"], *runs.data_flags(self.data)]
-        # Runs side by side would write the same file if they shared a cache of shuffled indices.
-        flags += ["--data-cache-path", str(self.folder / "cache")]
+        flags = self._flags(self.configuration["flags"])
         flags += ["--save", str(self._checkpoints), "--save-interval", str(size.save_interval)]
         if (self._checkpoints / "latest_checkpointed_iteration.txt").exists():
             flags += ["--load", str(self._checkpoints)]
         if minutes is not None:
             flags += ["--exit-duration-in-mins", str(math.floor(minutes - MARGIN))]
         return flags
+
+    def _flags(self, own: list[str]) -> list[str]:
+        """`own`, with what every launch of the run has."""
+        # runs.launch shards tensors over all processes. Here it is the configuration that says so.
+        flags = ["--tensor-model-parallel-size", "1", *own, *runs.data_flags(self.data)]
+        # Runs side by side would write the same file if they shared a cache of shuffled indices.
+        return [*flags, "--data-cache-path", str(self.folder / "cache")]
 
     def run(self, minutes: float | None) -> Row | None:
         """Trains to the end, or for `minutes`; the row of the result, None if there is more to do.
@@ -69,23 +73,43 @@ class Launch:
         """
         earlier = sorted(self.folder.glob("train-*.log"))
         path = self.folder / f"train-{len(earlier) + 1:02}.log"
-        command = runs.launch(self.processes, self.flags(minutes))
-        environment = {"CUDA_VISIBLE_DEVICES": self.devices, "OMP_NUM_THREADS": "1"}
         try:
-            runs.run(command, path, environment=environment)
+            self._launch(self.flags(minutes), path)
         except runs.RunFailed as failure:
             if _STOPPED in path.read_text(errors="replace"):
                 return None
-            return self._row("failed") | {"error": error_line(failure)}
+            return self._failed(error_line(failure))
         found = curves([*earlier, path])
         held_out = dict(found["held_out"]).get(self.configuration["steps"])
         if held_out is None:
             return None
         if not math.isfinite(held_out):
-            return self._row("failed") | {"error": f"the held-out loss is {held_out}"}
+            return self._failed(f"the held-out loss is {held_out}")
+        try:
+            found["evaluated"] = self._evaluated()
+        except runs.RunFailed as failure:
+            return self._failed(error_line(failure))
         return (
             self._row("finished") | found | {"window": self._window(), "metrics": self._collected()}
         )
+
+    def _evaluated(self) -> dict[str, float]:
+        """The held-out loss of the trained model by each entry of "evaluate_in". Raises
+        RunFailed."""
+        found = {}
+        for number, entry in enumerate(self.configuration.get("evaluate_in", [])):
+            flags = self._flags(evaluation_flags(self.configuration["flags"], entry))
+            flags += ["--load", str(self._checkpoints)]
+            log = self._launch(flags, self.folder / f"evaluation-{number + 1:02}.log")
+            found[entry] = log.held_out[-1][1]
+        return found
+
+    def _launch(self, flags: list[str], path: Path) -> runs.Log:
+        environment = {"CUDA_VISIBLE_DEVICES": self.devices, "OMP_NUM_THREADS": "1"}
+        return runs.run(runs.launch(self.processes, flags), path, environment=environment)
+
+    def _failed(self, error: str) -> Row:
+        return self._row("failed") | {"error": error}
 
     def _row(self, status: str) -> Row:
         return {
@@ -109,6 +133,19 @@ class Launch:
         for name in ("checkpoints", "cache"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         return averaged(kept) if kept.exists() else {}
+
+
+def evaluation_flags(flags: list[str], entry: str) -> list[str]:
+    """The flags that evaluate what was trained with `flags`, by another recipe or in BF16.
+
+    entry: a recipe, perhaps with options, or BF16.
+    """
+    kept, is_fp4 = [], False
+    for word in flags:
+        is_fp4 = word.startswith("--fp4") if word.startswith("--") else is_fp4
+        kept += [] if is_fp4 else [word]
+    own = [] if is_bf16(entry) else [*runs.recipe_flags(entry), "--fp4-load-anyway"]
+    return [*kept, *own, "--skip-train"]
 
 
 def curves(paths: list[Path]) -> dict[str, Any]:

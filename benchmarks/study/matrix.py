@@ -110,7 +110,8 @@ class Matrix:
     what: its question. against: the recipes that the others are compared with.
     metrics_interval: --fp4-metrics-interval of the runs in FP4; 0: no metrics. flags: further flags
     of every run. ranks: the data-parallel ranks of each run, which share its batch, on a GPU each;
-    0: as many as the GPUs and the size allow, with the same results.
+    0: as many as the GPUs and the size allow, with the same results. evaluate_in: recipes, or BF16,
+    in which each trained model is evaluated once more at the end.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Matrix:
     metrics_interval: int = 0
     flags: str = ""
     ranks: int = 0
+    evaluate_in: list[str] = field(default_factory=list)
 
     def points(self) -> list[Point]:
         """Every run once."""
@@ -158,12 +160,17 @@ def _matrix(name: str, found: Any) -> Matrix:
     _ = text.options  # out of range: DataError
     if not isinstance(values["runs"], list):
         raise StudyError("runs is a list of blocks")
-    if not isinstance(values.get("against", []), list):
-        raise StudyError(f"against is a list, such as [{values['against']}]")
+    for key in ("against", "evaluate_in"):
+        if not isinstance(values.get(key, []), list):
+            raise StudyError(f"{key} is a list, such as [{values[key]}]")
     matrix = Matrix(**values | {"text": text, "runs": [_block(each) for each in values["runs"]]})
     for point in matrix.points():
         ranks_of_model([*point.recipe.split()[1:], *matrix.flags.split()])
-    for recipe in dict.fromkeys([*matrix.against, *(point.recipe for point in matrix.points())]):
+    for recipe in matrix.evaluate_in:
+        if len(recipe.split()) > 1:
+            raise StudyError(f"evaluate_in: {recipe} has flags, and takes a recipe alone")
+    entries = [*matrix.against, *matrix.evaluate_in, *(point.recipe for point in matrix.points())]
+    for recipe in dict.fromkeys(entries):
         if not is_bf16(recipe):
             recipe_of(recipe)
     if "against" in values:

@@ -48,6 +48,9 @@ def section(matrix: Matrix, rows: list[Row]) -> str:
     for recipe in matrix.against:
         if gaps := tables.gap_table(finished, recipe):
             parts += [[f"The held-out loss minus that of `{recipe}`, paired by seed:"], gaps]
+    if evaluations := tables.evaluation_table(finished):
+        said = "Each model evaluated once more at the end, its loss minus that of `bf16` in `bf16`:"
+        parts += [[said], evaluations]
     if oscillation := tables.oscillation_table(finished, window):
         parts += [[f"The linears' weights over the last {window} steps:"], oscillation]
     return "\n\n".join("\n".join(part) for part in parts)
