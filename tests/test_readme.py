@@ -268,8 +268,9 @@ def test_the_loss_beside_fp8() -> None:
     says(
         f"ends {own.mean:.3f} above BF16's loss, where `tetrajet` ends {ours.mean:.3f} above it "
         f"(five seeds each) and NVFP4 recipes {least.mean:.3f} to {most.mean:.3f} (one to five "
-        f"seeds); after 400M tokens one of 60M parameters ends {of_60m['tetrajet-fp8'].mean:.3f} "
-        f"above it, with `tetrajet` {of_60m['tetrajet'].mean:.3f} (two seeds each). A step has "
+        "seeds), each evaluated as it trains at the end, so in FP8 and in FP4; after 400M tokens "
+        f"one of 60M parameters ends {of_60m['tetrajet-fp8'].mean:.3f} above it, "
+        f"with `tetrajet` {of_60m['tetrajet'].mean:.3f} (two seeds each). A step has "
         f"{step.ratio:.2f} times BF16's speed, by phases"
     )
     says(f"{speed:.2f} times BF16's speed; {ours.mean:.3f} above BF16's loss (five seeds)")

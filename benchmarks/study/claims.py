@@ -32,7 +32,10 @@ _ANY, _SCALED = "E8M0, E4M3, UE5M3", "E4M3, UE5M3, tensor scale"
 _EMA = "Q-EMA lowers the loss"
 _RAMPING = "Q-Ramping lowers the loss"
 _SAME = "FP4 in dgrad and wgrad alone, transformed and rounded stochastically, costs 0.02 at 345M"
-_WHOLE = "the whole method ends 0.06 above BF16, or less (training losses at 1.3B parameters)"
+_WHOLE = (
+    "the whole method ends 0.06 above BF16 at 1.3B parameters (training losses; 0.10 at 7B, 0.09 "
+    "at 13B)"
+)
 _BITS = "dge-occ --fp4-grad-comm fp8", "dge-occ --fp4-optimizer-state m=fp8,v=fp16"
 
 _WHOLE_RECIPES_AND_EFFECTS = [
@@ -55,11 +58,6 @@ _WHOLE_RECIPES_AND_EFFECTS = [
     ),
     Claim(
         papers.TETRAJET,
-        "stochastic rounding of dY alone, from the original W and X, loses less than nearest",
-        Pair(BLOCKS_32 + SR_OF_DY, BLOCKS_32, "backward-3M"),
-    ),
-    Claim(
-        papers.TETRAJET,
         "stochastic rounding of all operands, from the original W and X, loses more than nearest",
         Pair(BLOCKS_32 + SR, BLOCKS_32, "backward-3M"),
         expects="higher",
@@ -71,13 +69,13 @@ _WHOLE_RECIPES_AND_EFFECTS = [
     ),
     Claim(
         papers.TETRAJET,
-        "scales that never clip lose less than those that may, in the backward pass",
+        "without double quantization, scales of the backward pass that may clip lose less than "
+        "those that never do",
         effects=("rule floor of the backward pass in place of ceil | E8M0",),
-        expects="higher",
     ),
     Claim(
         papers.TETRAJET,
-        "the same in the forward pass",
+        "scales that never clip lose less than those that may, in the forward pass",
         effects=("rule floor of fprop in place of ceil | E8M0",),
         expects="higher",
     ),
@@ -293,6 +291,11 @@ _WHOLE_RECIPES_AND_EFFECTS = [
         papers.NVFP4,
         "stochastic rounding of dY lowers the loss",
         effects=("Under a tensor scale stochastic rounding of dY helps",),
+    ),
+    Claim(
+        papers.NVFP4,
+        "the same in longer runs, under E8M0 scales in blocks of 32",
+        Pair(BLOCKS_32 + SR_OF_DY, BLOCKS_32, "backward-3M"),
     ),
     Claim(
         papers.NVFP4,

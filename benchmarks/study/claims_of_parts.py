@@ -66,19 +66,26 @@ PARTS = [
     ),
     Part(
         papers.TETRAJET,
+        "without double quantization, stochastic rounding loses more than nearest does with it",
+        "tetrajet,double_quantization=false",
+        "tetrajet,backward_rounding=nearest",
+        "higher",
+    ),
+    Part(
+        papers.TETRAJET,
         "scales that never clip lose less than those that may, in all passes",
         "tetrajet",
         "tetrajet,rule=floor",
     ),
     Part(
         papers.MXFP4,
-        "stochastic rounding lowers the loss beside the transform, in the whole recipe",
+        "stochastic rounding, with the factor 3/4, lowers the loss in the whole recipe",
         "mxfp4-rht-sr",
         "mxfp4-rht-sr,stochastic=false",
     ),
     Part(
         papers.MXFP4,
-        "the transform lowers the loss beside stochastic rounding, in the whole recipe",
+        "the transform lowers the loss in the whole recipe",
         "mxfp4-rht-sr",
         "mxfp4-rht-sr,hadamard=0",
     ),

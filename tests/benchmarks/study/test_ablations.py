@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from benchmarks.study import matrix, recipes_page, results
@@ -13,25 +15,33 @@ from benchmarks.study.verdicts import NOISE
 from tests.benchmarks.study.prose import ROOT, prose
 
 STUDY, RECIPES = (prose(f"docs/{name}.md") for name in ("study", "recipes"))
-Losses = dict[str, float]  # the held-out loss at the end by recipe, of seed 1
+Losses = dict[str, float]  # the held-out loss at the end by recipe, of seed 1; means over rounding
 
 
 @pytest.fixture(scope="module")
 def losses() -> Losses:
-    rows = results.read(ROOT / f"benchmarks/results/study-{LARGE}.jsonl")
-    return {row["configuration"]["recipe"]: row["held_out"][-1][1] for row in rows}
+    found: dict[str, list[float]] = {}
+    for row in results.read(ROOT / f"benchmarks/results/study-{LARGE}.jsonl"):
+        found.setdefault(row["configuration"]["recipe"], []).append(row["held_out"][-1][1])
+    assert {name for name, own in found.items() if len(own) > 1} == {"tetrajet"}
+    assert len(found["tetrajet"]) == 3
+    return {recipe: statistics.mean(own) for recipe, own in found.items()}
 
 
 def test_what_the_parts_of_tetrajet_gain(losses: Losses) -> None:
     double, nearest, floor = (
-        f"{losses[f'tetrajet,{option}'] - losses['tetrajet']:.3f}"
+        losses[f"tetrajet,{option}"] - losses["tetrajet"]
         for option in ("double_quantization=false", "backward_rounding=nearest", "rule=floor")
     )
     assert (
-        f"It ends {double} higher without double quantization, {nearest} higher with rounding to "
-        f"nearest in the backward pass, and {floor} higher with rule `floor`"
+        f"it ends {double:.3f} higher without double quantization, and {nearest:.3f} higher with "
+        f"rounding to nearest in the backward pass. With rule `floor`, which clips, it ends "
+        f"{floor:.3f} higher, which is near the noise of one run."
     ) in STUDY
-    assert f"lower its loss by {double}, {nearest} and {floor} (one seed each)" in RECIPES
+    assert double > nearest / 2 > 1.5 * NOISE and NOISE < floor < 1.2 * NOISE
+    assert f"Here it ends {nearest - double:.3f} lower than rounding to nearest with it." in STUDY
+    assert f"by {double:.3f} and stochastic rounding by {nearest:.3f} (one seed each)" in RECIPES
+    assert f"lower it by {floor:.3f}, which is near the noise of one run" in RECIPES
 
 
 def test_one_pass_of_tetrajet_alone(losses: Losses) -> None:
@@ -40,14 +50,16 @@ def test_one_pass_of_tetrajet_alone(losses: Losses) -> None:
         for name in (ablation("tetrajet-backward"), ablation("tetrajet-forward"), "tetrajet")
     )
     assert f"with fprop in BF16, ends {back} above BF16." in STUDY
-    assert f"in BF16, ends {forward} above, more than the whole recipe ({whole})." in STUDY
+    assert f"in BF16, ends {forward} above, and the whole recipe {whole}." in STUDY
+    assert f"That of `tetrajet` alone costs {back}" in STUDY
+    assert f"`tetrajet`'s alone {back} at 26M" in prose("docs/design-space.md")
 
 
 def test_an_evaluation_in_bf16(losses: Losses) -> None:
     plain = losses["tetrajet --fp4-eval-forward bf16"]
     above, whole = plain - losses[BF16], losses["tetrajet"] - losses[BF16]
-    assert f"which trains in the same way, it ends {above:.3f} above BF16" in STUDY
-    assert 0.27 < (whole - above) / whole < 1 / 3  # "almost a third"
+    assert f"with other rounding noise, ends {above:.3f} above BF16." in STUDY
+    assert 0.3 < (whole - above) / whole < 0.37  # "about a third"
     assert f"evaluated in BF16 is {whole - above:.3f} lower than in FP4" in RECIPES
 
 
@@ -72,7 +84,7 @@ def test_what_is_below_the_noise_of_one_run(losses: Losses) -> None:
     lower = losses["mxfp4-rht-sr"] - losses["mxfp4-rht-sr,stochastic=false"]
     higher = losses[ablation("tetrajet-x-mean")] - losses["tetrajet"]
     assert 0 < lower < NOISE and 0 < higher < NOISE
-    assert f"`mxfp4-rht-sr` ends {lower:.3f} lower with rounding to nearest" in STUDY
+    assert f"`mxfp4-rht-sr` ends {lower:.3f} lower with rounding to nearest, which is" in STUDY
     assert f"`tetrajet` {higher:.3f} higher with the mean of X multiplied apart" in STUDY
     assert f"by less than the noise of one run ({higher:.3f} higher)" in RECIPES
 
