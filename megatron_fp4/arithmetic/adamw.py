@@ -39,13 +39,15 @@ def count_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def with_steps(state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The states of an AdamW's state dict, by the numbers of parameters, with the count of steps
-    that the group has, where it has one."""
+    """The states of an AdamW's state dict, by the numbers of parameters. Moments without a count
+    of steps, as those of Transformer Engine's FusedAdam, get the count of their group."""
     states = {}
     for group in state_dict["param_groups"]:
         for number in group["params"]:
             if number in state_dict["state"]:
                 state = state_dict["state"][number]
-                steps = float(group.get("step", state.get("step", 0)))
-                states[number] = {**state, "step": torch.tensor(steps)}
+                if "exp_avg" in state:
+                    steps = float(state.get("step", group.get("step", 0)))
+                    state = {**state, "step": torch.tensor(steps)}
+                states[number] = state
     return states

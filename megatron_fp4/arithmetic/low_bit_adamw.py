@@ -181,7 +181,7 @@ class LowBitAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict`, of this class or of torch.optim.AdamW, returned.
 
-        The number of steps is that of the group, where it has one. Raises ConfigError as
+        A parameter without a number of steps gets that of its group. Raises ConfigError as
         `set_state_in_float32` does, and for options as the constructor does.
         """
         numbered, states = self._numbered(state_dict), with_steps(state_dict)
@@ -207,7 +207,7 @@ class LowBitAdamW(torch.optim.AdamW):
         self.state = own
         states = with_steps(state_dict)
         for number, weight in self._numbered(state_dict):
-            if number in states:
+            if "step" in states.get(number, {}):
                 self.state[weight]["step"] = states[number]["step"]
 
     def _numbered(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:

@@ -39,6 +39,13 @@ class RampingAdamW(torch.optim.AdamW):
         self.calibrates = False
         self._ramped: set[Tensor] = set()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch expects a number of steps in each state, also before a weight's first step.
+        for each in state["state"].values():
+            if each:
+                each.setdefault("step", torch.tensor(0.0))
+        super().__setstate__(state)
+
     def __getstate__(self) -> dict[str, Any]:
         own = {name: vars(self)[name] for name in ("_step", "calibrates", "_ramped")}
         return super().__getstate__() | own  # a copy has these too
@@ -92,10 +99,12 @@ class RampingAdamW(torch.optim.AdamW):
     def _start(self, weight: Tensor) -> None:
         """Adds to the weight's state what is not there yet."""
         state = self.state[weight]
-        state.setdefault("step", torch.tensor(0.0))
-        for key in ("exp_avg", "exp_avg_sq", SUM):
-            if key not in state:
-                state[key] = torch.zeros_like(weight)
+        if "exp_avg" not in state:  # no step so far
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        if SUM not in state:
+            state[SUM] = torch.zeros_like(weight)
         if COUNT not in state:
             state[COUNT] = torch.zeros_like(weight, dtype=torch.int16)
         if PERIOD not in state:
@@ -106,8 +115,18 @@ class RampingAdamW(torch.optim.AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         # Collects the parameters of AdamW's own step.
-        others = [weight for weight in group["params"] if not self._is_ramped(weight)]
-        return super()._init_group({**group, "params": others}, *lists)
+        own = [weight for weight in group["params"] if not self._is_ramped(weight)]
+        # torch makes moments in a state that is empty. What else is in it is put back afterwards.
+        beside = []
+        for weight in own:
+            if weight.grad is not None and "exp_avg" not in (state := self.state[weight]):
+                state.pop("step", None)
+                beside.append((state, dict(state)))
+                state.clear()
+        found = super()._init_group({**group, "params": own}, *lists)
+        for state, others in beside:
+            state.update(others)
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -135,7 +154,7 @@ class RampingAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned, as torch.optim.AdamW does.
 
-        The number of steps is that of the group, where it has one.
+        A parameter without a number of steps gets that of its group.
         """
         super().load_state_dict({**state_dict, "state": with_steps(state_dict)})
         # torch converts a state to its parameter's dtype.
