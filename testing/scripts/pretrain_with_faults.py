@@ -6,6 +6,7 @@
 calibration after it, or with half of its file of the fourth written. `spoils=save`: within the
 third step, the folder of --save becomes a file. `without=NAME`: without _mend_NAME of
 optimizer_compat.py. `freezes=PART`: parameters with PART in their names get no gradient.
+`trains=PART`: the others get none.
 """
 
 import os
@@ -36,20 +37,22 @@ def main() -> None:
 
         setattr(optimizer_compat, f"_mend_{first[8:]}", lambda: None)
     if first.startswith("freezes="):
-        freeze(first.removeprefix("freezes="))
+        train_where(lambda name: first.removeprefix("freezes=") not in name)
+    if first.startswith("trains="):
+        train_where(lambda name: first.removeprefix("trains=") in name)
     if "=" in first:
         del sys.argv[1]
     pretrain.main()
 
 
-def freeze(part: str) -> None:
+def train_where(is_trained: Callable[[str], bool]) -> None:
     from megatron_fp4.mcore.loop import plugin
 
     attach = plugin.attach
 
     def attach_frozen(run: Any, model: list[Any], fuse: Any = None) -> None:
         for name, parameter in (pair for chunk in model for pair in chunk.named_parameters()):
-            parameter.requires_grad = part not in name
+            parameter.requires_grad = is_trained(name)
         attach(run, model, fuse)
 
     plugin.attach = attach_frozen

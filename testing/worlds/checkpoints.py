@@ -41,7 +41,7 @@ def run_in_turn(processes: int, trainings: dict[str, str], sizes: str = SIZES) -
     results = {}
     for name, flags in trainings.items():
         first, *rest = shlex.split(flags)
-        own = [first] if re.match(r"(dies|spoils|without|freezes)=", first) else []
+        own = [first] if re.match(r"(dies|spoils|without|freezes|trains)=", first) else []
         words = [*own, *TINY, *MOCK_DATA, *sizes.split(), *([] if own else [first]), *rest]
         fresh = (
             first == "dies=save"

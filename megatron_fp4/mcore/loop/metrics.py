@@ -45,7 +45,7 @@ from megatron_fp4.mcore.loop.metrics_shares import (
     sample,
 )
 from megatron_fp4.mcore.model.attach import Fp4Layer
-from megatron_fp4.mcore.model.optimizers import chained_optimizers
+from megatron_fp4.mcore.model.optimizers import stepping_optimizers
 from megatron_fp4.mcore.model.run import Run
 from megatron_fp4.metrics import gradients, weights
 from megatron_fp4.metrics.lines import decoded, rows_of
@@ -138,14 +138,14 @@ class Metrics:
         The host is ahead of the GPU then, so that this takes no time of the GPU's. At the end of
         the step the GPU would wait for the host.
         """
-        chained, upstream = chained_optimizers(optimizer), optimizer.step
+        optimizers, upstream = stepping_optimizers(optimizer), optimizer.step
 
         @functools.wraps(upstream)
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._run.is_training:
                 self._follow_changes(self._now())
                 if self._is_due(self._now()):
-                    self._read_gradients(chained, optimizer.get_loss_scale())
+                    self._read_gradients(optimizers, optimizer.get_loss_scale())
             return upstream(*args, **kwargs)
 
         optimizer.step = step

@@ -55,7 +55,8 @@ def gradient_part(weight: Tensor, owns: bool, optimizers: list[Any]) -> slice | 
     """The part of the flattened gradient that this rank counts; None: no part.
 
     With the distributed optimizer a rank has the gradient of the part that it updates. owns:
-    whether it is the first of the ranks that have the same part of the weight.
+    whether it is the first of the ranks that have the same part of the weight. optimizers: of
+    Megatron's (`stepping_optimizers`).
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, DistributedOptimizer):

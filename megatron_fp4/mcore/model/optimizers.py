@@ -12,19 +12,16 @@ from torch import Tensor
 from megatron_fp4.arithmetic.fused_adamw import FusedAdamW
 
 
-def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def stepping_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that `optimizer` chains, such as one for experts; without a chain, itself.
 
-    They are the same on all ranks. One that has no parameters on this rank is a stub
-    (`is_stub_optimizer`), which has no torch optimizer.
+    They are the same on all ranks. A stub (`is_stub_optimizer`) is none of them. Megatron makes it
+    in place of an optimizer for which no rank has a parameter that is trained. It has no torch
+    optimizer, and if it is a DistributedOptimizer no buffers.
     """
     chained = isinstance(optimizer, ChainedOptimizer)
-    return list(optimizer.chained_optimizers) if chained else [optimizer]
-
-
-def stepping_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Those `chained_optimizers` that have parameters on this rank, and so a torch optimizer."""
-    return [each for each in chained_optimizers(optimizer) if not each.is_stub_optimizer]
+    optimizers = optimizer.chained_optimizers if chained else [optimizer]
+    return [each for each in optimizers if not each.is_stub_optimizer]
 
 
 def main_part_of(optimizer: MegatronOptimizer, weight: Tensor) -> tuple[Tensor, int] | None:

@@ -32,7 +32,7 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW
 from megatron_fp4.arithmetic.weight_states import Blend, OptimizerStep, blend, key_of
 from megatron_fp4.mcore.model.kept_states import KeptStates
-from megatron_fp4.mcore.model.optimizers import chained_optimizers, main_part_of
+from megatron_fp4.mcore.model.optimizers import main_part_of, stepping_optimizers
 from megatron_fp4.mcore.model.saved_states import SavedStates, stack_of
 from megatron_fp4.mcore.runtime.ranks import of_all
 from megatron_fp4.recipe import Recipe
@@ -116,15 +116,13 @@ class WeightStates:
             kept.saved = saved.names_of(kept.name, kept.number)
             of_stack = {name: d for stack, name, d in everywhere if stack == stack_of(kept.name)}
             kept.padded = {n: d for n, d in of_stack.items() if n not in kept.dtypes}
-        for each in chained_optimizers(optimizer):
-            if not each.is_stub_optimizer:
-                self._find_own(each)
+        for each in stepping_optimizers(optimizer):
+            self._find_own(each)
             if isinstance(each, DistributedOptimizer):
                 self._find_owners(each)
-            if not each.is_stub_optimizer:
-                each.optimizer.register_step_post_hook(self._update)
-                each.fp4_weight_states = self
-                each.sharded_state_dict = self._with_states(each, each.sharded_state_dict)
+            each.optimizer.register_step_post_hook(self._update)
+            each.fp4_weight_states = self
+            each.sharded_state_dict = self._with_states(each, each.sharded_state_dict)
         for kept in self.ramped:
             assert isinstance(kept.inner, RampingAdamW) and kept.main is not None
             kept.inner.ramp(kept.main)
