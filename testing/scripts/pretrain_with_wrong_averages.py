@@ -65,8 +65,8 @@ def before_the_step() -> None:
         follow(self, optimizer, *others)
         inner = optimizer.chained_optimizers[0].optimizer
         inner._optimizer_step_post_hooks.clear()
-        inner.register_step_pre_hook(lambda *_: self._in_optimizers and self._update(inner) or None)
-        inner.register_step_post_hook(lambda *_: self._in_optimizers or self._update(inner))
+        inner.register_step_pre_hook(lambda *_: self.in_optimizers and self._update(inner) or None)
+        inner.register_step_post_hook(lambda *_: self.in_optimizers or self._update(inner))
 
     WeightStates.follow = wrong  # type: ignore[method-assign, assignment]
 
@@ -86,7 +86,7 @@ def every_microbatch() -> None:
     def following(self: Any, optimizer: Any, *others: Any) -> None:
         follow(self, optimizer, *others)
         inner = optimizer.chained_optimizers[0].optimizer
-        updates.append(lambda: self._in_optimizers and self._update(inner))
+        updates.append(lambda: self.in_optimizers and self._update(inner))
 
     def counted(self: Any, step: Any) -> Any:
         right = counting(self, step)
@@ -132,7 +132,7 @@ def unread() -> None:
     gather = WeightStates.gather
 
     def once(self: Any) -> None:
-        if not self._in_optimizers:
+        if not self.in_optimizers:
             gather(self)
 
     WeightStates.gather = once  # type: ignore[method-assign, assignment]
@@ -146,7 +146,7 @@ def misplaced() -> None:
 
     def wrong(self: Any, optimizer: Any) -> None:
         find_owners(self, optimizer)
-        for kept in self._all:
+        for kept in self:
             kept.start, kept.end = 0, kept.end - kept.start
             kept.owners = [(rank, 0, end - start) for rank, start, end in kept.owners]
 

@@ -17,7 +17,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_fp4 import get_recipe
 from megatron_fp4.mcore.loop.metrics_shares import gradient_part
 from megatron_fp4.mcore.model.optimizers import stepping_optimizers
-from megatron_fp4.mcore.model.saved_states import SavedStates
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.mcore.runtime.cpu import _HostIsTheDevice
 from testing.worlds.checkpoints import EP2, MOE, SIZES, run_in_turn
@@ -39,7 +38,7 @@ def test_a_stub_keeps_no_state(one_rank: None) -> None:
 
     states = WeightStates()
     copy = states.add(linear, "linear", 1, get_recipe("tetrajet-ema"))
-    states.follow(optimizer, SavedStates(), Namespace())
+    states.follow(optimizer, Namespace())
     states.gather()
     assert copy is not None and torch.equal(copy, linear.weight)
     assert gradient_part(linear.weight, True, stepping_optimizers(optimizer)) == slice(None)

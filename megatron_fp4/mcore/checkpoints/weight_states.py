@@ -1,24 +1,29 @@
 """Saves and loads the state beside weights (model/weight_states.py) with Megatron's checkpoints.
 
-C stands for megatron/core.
+The states are in the state of torch's optimizers, which Megatron saves and loads. A weight without
+a state is saved with zeros where Megatron saves it in one tensor with weights that have it. What a
+checkpoint lacks is left out in loading, and starts anew after it. saved_states.py knows what a
+checkpoint has; distributed_states.py changes Megatron's distributed optimizer.
 """
 
-import argparse
 import functools
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import print_rank_0
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_fp4.mcore.checkpoints import folders
-from megatron_fp4.mcore.model.saved_states import SavedStates, is_of_any
-from megatron_fp4.mcore.model.weight_states import WeightStates
-from megatron_fp4.mcore.runtime.ranks import on_first
+from megatron_fp4.arithmetic.weight_states import key_of
+from megatron_fp4.mcore.checkpoints.saved_states import loaded_folder, saved_states
+from megatron_fp4.mcore.model.kept_states import KeptStates
+from megatron_fp4.mcore.model.optimizers import stepping_optimizers
+from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.runtime.ranks import of_all
 
 # What is said of a checkpoint that lacks a state: of all weights, and of some.
 _STARTS = {
@@ -29,143 +34,187 @@ _STARTS = {
 _SHOWN = 3  # how many linears a line names
 
 
-def saved_states(names: list[str], args: argparse.Namespace) -> SavedStates:
-    """Which of the states `names` are in the checkpoint that the launch will load.
+class CheckpointedStates:
+    """The states beside all weights of this process, as an optimizer saves and loads them.
 
-    The result is empty if no optimizer state is loaded, and for the format torch, where an
-    optimizer takes whatever state the file has. Every rank must call it. args: Megatron's.
+    is_loading: whether the optimizer is being loaded from a checkpoint that has states.
     """
-    if not args.load or args.no_load_optim or args.finetune or args.ckpt_format == "torch":
-        return SavedStates()
-    found = on_first(lambda: _read(names, args))
-    return SavedStates() if found is None else SavedStates(found[0], frozenset(names), found[1])
 
+    def __init__(self, optimizer: MegatronOptimizer, run: Run) -> None:
+        """optimizer: Megatron's, which `run.weight_states` follows. Every rank must call it, before
+        a checkpoint is loaded."""
+        self.is_loading = False
+        self._states, self._args = run.weight_states, run.args
+        self._saved = saved_states(run.kept, run.args)
+        self._loadable = {
+            kept: self._saved.names_of(kept.name, kept.number) for kept in self._states
+        }
+        self._padded = _padded([*self._states])
+        for each in stepping_optimizers(optimizer):
+            each.fp4_weight_states = self
+            each.sharded_state_dict = self._with_states(each, each.sharded_state_dict)
 
-def _read(
-    names: list[str], args: argparse.Namespace
-) -> tuple[frozenset[str], argparse.Namespace] | None:
-    """(keys of tensors, arguments of the run that saved); None without a complete checkpoint.
+    # --- saving -----------------------------------------------------------------------------------
 
-    Loading tells what is wrong with one that is not complete.
-    """
-    if folders.problem_in(*_places(args)) or (path := folders.chosen(*_places(args))) is None:
-        return None
-    if not (path / ".metadata").exists():
-        return None  # the format torch: the optimizer's own state has these tensors
-    # Megatron's load_tensors_metadata fails with the properties of tensors that torch 2.15 saves.
-    keys = FileSystemReader(path).read_metadata().state_dict_metadata
-    states = frozenset(key for key in keys if is_of_any(key, names))
-    # Most checkpoints have none, and their arguments need not be read twice.
-    saved = dist_checkpointing.load_common_state_dict(str(path)).get("args") if states else None
-    return states, saved or argparse.Namespace()
+    def keys_of(self, optimizer: DistributedOptimizer) -> tuple[str, ...]:
+        """The keys of the states in `optimizer` and in its checkpoints; () while it has none."""
+        if not self._states.in_optimizers:
+            return ()
+        names = self._names
+        if self.is_loading:
+            saved = self._saved.names_for(optimizer.data_parallel_group_idx)
+            names = [name for name in names if name in saved]
+        return tuple(map(key_of, names))
 
+    def saves(self, weight: Tensor, key: str) -> bool:
+        """Whether this weight is saved with the state of this key."""
+        return any(
+            kept.layer.weight is weight and key in map(key_of, kept.dtypes | self._padded[kept])
+            for kept in self._states
+        )
 
-def _places(args: argparse.Namespace) -> tuple[Path, int | None, Path | None]:
-    """The arguments of `folders.chosen`."""
-    folder, beside = Path(args.load), None
-    if args.non_persistent_ckpt_type is not None:
-        beside = folders.non_persistent_folder(args, folder)
-    return folder, args.ckpt_step, beside
+    @property
+    def _names(self) -> list[str]:
+        """The states of this rank's weights, in memory or in a checkpoint."""
+        return sorted({name for kept in self._states for name in kept.dtypes | self._padded[kept]})
 
+    def _with_states(
+        self, optimizer: MegatronOptimizer, upstream: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def sharded_state_dict(model: Any, is_loading: bool = False, *args: Any, **kw: Any) -> Any:
+            if is_loading and self._saved.keys:
+                self._allocate(optimizer)
+            is_distributed = isinstance(optimizer, DistributedOptimizer)
+            if is_distributed or not self._states.in_optimizers:
+                return upstream(model, is_loading, *args, **kw)
+            with self._padding(optimizer):
+                found = upstream(model, is_loading, *args, **kw)
+            if is_loading:
+                for state in found.get("optimizer", found)["state"].values():
+                    if isinstance(state, dict):  # and not the count of steps
+                        self.keep_saved(state)
+            return found
 
-def complete(states: WeightStates, args: argparse.Namespace) -> None:
-    """Starts the states that the loaded checkpoint lacks, and prints a line that says so.
+        return sharded_state_dict
 
-    Every rank must call it, after Megatron has looked for a checkpoint. args: Megatron's.
-    """
-    found = states.complete()
-    path = on_first(lambda: folders.chosen(*_places(args))) if args.load else None
-    source = path or args.pretrained_checkpoint
-    if source is None:
-        return
-    without = args.no_load_optim or args.finetune
-    source = f"{source} is loaded without its optimizer:" if without else f"{source} has"
-    for name, (what, all_start, some_start) in _STARTS.items():
-        of_name = found.get(name, {})
-        lacking = [linear for linear, is_loaded in of_name.items() if not is_loaded]
-        if lacking and len(lacking) == len(of_name):
-            print_rank_0(f"megatron-fp4: {source} no {what} of the weights: {all_start}")
-        elif lacking:
-            shown = ", ".join(lacking[:_SHOWN] + ["..."] * (len(lacking) > _SHOWN))
-            print_rank_0(
-                f"megatron-fp4: {source} no {what} of {len(lacking)} of {len(of_name)} weights "
-                f"({shown}): {some_start}"
-            )
+    @contextmanager
+    def _padding(self, optimizer: MegatronOptimizer) -> Iterator[None]:
+        """With the zeros in torch's optimizer that weights without a state are saved with."""
+        zeros = [
+            (optimizer.optimizer.state[main], key_of(name), torch.zeros_like(main, dtype=dtype))
+            for kept, main in self._of(optimizer)
+            for name, dtype in self._padded[kept].items()
+        ]
+        for state, key, padding in zeros:
+            state[key] = padding
+        try:
+            yield
+        finally:
+            for state, key, _ in zeros:
+                del state[key]
 
+    def _of(self, optimizer: MegatronOptimizer) -> Iterator[tuple[KeptStates, Tensor]]:
+        """Yields (KeptStates, main weight) of each weight of which `optimizer` updates a part on
+        this rank, with or without states."""
+        for kept in self._states:
+            if kept.main is not None and kept.inner is optimizer.optimizer:
+                yield kept, kept.main
 
-# --- the distributed optimizer --------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
+    def _allocate(self, optimizer: MegatronOptimizer) -> None:
+        """Allocates zeros for the states in torch's optimizer, for a checkpoint to load into."""
+        if optimizer.init_state_fn is not None:
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for kept, main in self._of(optimizer):
+            for name, dtype in kept.dtypes.items():
+                if kept.own(name) is None:
+                    kept.put(name, torch.zeros_like(main, dtype=dtype))
+        self._states.in_optimizers = self.is_loading = True
 
-def install() -> None:
-    """Lets Megatron's distributed optimizer save and load the states beside weights. Idempotent.
+    def keep_saved(self, state: dict[str, Any]) -> None:
+        """Removes from the sharded state of one weight, to be loaded, what the checkpoint lacks."""
+        for key in set(map(key_of, self._names)) & state.keys():
+            if not self._saved.has_tensor(state[key].key):
+                del state[key]
 
-    C/optimizer/distrib_optimizer.py has a fixed list of the tensors in an optimizer's state, such
-    as Adam's moments, and requires each of them for every parameter. The patched methods add the
-    states to that list. For weights without states they supply zeros where all parameters must have
-    the same tensors, and drop them again where a parameter is saved alone. In loading they leave
-    out what the checkpoint lacks.
-    """
-    if hasattr(DistributedOptimizer._get_main_param_and_optimizer_states, "__wrapped__"):
-        return
-    names = DistributedOptimizer.optimizer_state_keys.fget
-    states_of = DistributedOptimizer._get_main_param_and_optimizer_states
-    set_states_of = DistributedOptimizer._set_main_param_and_optimizer_states
-    fully_reshardable = DistributedOptimizer.sharded_param_state_fully_reshardable
+    def drop_lacking(self, weight: Tensor, loaded: dict[str, Any]) -> None:
+        """Removes from the optimizer those states of a weight whose keys are not in `loaded`."""
+        for kept in self._states:
+            if kept.layer.weight is weight and kept.inner is not None and kept.main is not None:
+                for key in map(key_of, kept.dtypes):
+                    if key not in loaded:
+                        kept.inner.state[kept.main].pop(key, None)
 
-    def optimizer_state_keys(self: DistributedOptimizer) -> tuple[str, ...]:
-        return (*names(self), *_keys(self))
+    def complete(self) -> None:
+        """Starts the states that the loaded checkpoint lacks, and prints a line that says so.
 
-    @functools.wraps(states_of)
-    def _get_main_param_and_optimizer_states(
-        self: DistributedOptimizer, weight: torch.nn.Parameter
-    ) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = states_of(self, weight)
-        # A bucket is saved as a whole, with all its parameters, in float32.
-        for key in _keys(self):
-            own = found.get(key)
-            like = found["param"]
-            found[key] = torch.zeros_like(like).float() if own is None else own.float()
+        Every rank must call it, after Megatron has looked for a checkpoint.
+        """
+        found = self._start_lacking()
+        source = loaded_folder(self._args) or self._args.pretrained_checkpoint
+        if source is None:
+            return
+        without = self._args.no_load_optim or self._args.finetune
+        source = f"{source} is loaded without its optimizer:" if without else f"{source} has"
+        for name, (what, all_start, some_start) in _STARTS.items():
+            of_name = found.get(name, {})
+            lacking = [linear for linear, is_loaded in of_name.items() if not is_loaded]
+            if lacking and len(lacking) == len(of_name):
+                print_rank_0(f"megatron-fp4: {source} no {what} of the weights: {all_start}")
+            elif lacking:
+                shown = ", ".join(lacking[:_SHOWN] + ["..."] * (len(lacking) > _SHOWN))
+                print_rank_0(
+                    f"megatron-fp4: {source} no {what} of {len(lacking)} of {len(of_name)} weights "
+                    f"({shown}): {some_start}"
+                )
+
+    def _start_lacking(self) -> dict[str, dict[str, bool]]:
+        """Starts the states that the checkpoint lacks, from the weights that were loaded.
+
+        Returns {state: {linear: loaded}} for the whole model: the name of the state, such as
+        "average"; the global name of each linear that has it; and whether it was loaded, or else
+        started. Optimizers that were not loaded start their states themselves, in their first step.
+        """
+        mine = []
+        for kept in self._states:
+            if kept.inner is None or kept.main is None:
+                continue
+            state = kept.inner.state.get(kept.main, {})
+            for name in self._padded[kept]:
+                state.pop(key_of(name), None)  # what was loaded as padding
+            for name in kept.dtypes:
+                lacks = self.is_loading and name not in self._loadable[kept]
+                is_loaded = key_of(name) in state and not lacks
+                mine.append((name, kept.name, is_loaded))
+                if state and not is_loaded:
+                    kept.put(name, kept.start_of(name))
+        self.is_loading = False
+        found: dict[str, dict[str, bool]] = {}
+        for name, linear, is_loaded in sorted(one for part in of_all(mine) for one in part):
+            of_name = found.setdefault(name, {})
+            of_name[linear] = is_loaded and of_name.get(linear, True)
         return found
 
-    @functools.wraps(set_states_of)
-    def _set_main_param_and_optimizer_states(
-        self: DistributedOptimizer, weight: torch.nn.Parameter, tensors: dict[str, Any]
-    ) -> None:
-        states: WeightStates | None = getattr(self, "fp4_weight_states", None)
-        if states is not None:
-            states.drop_lacking(weight, tensors)
-        set_states_of(self, weight, tensors)
 
-    @functools.wraps(fully_reshardable)
-    def sharded_param_state_fully_reshardable(
-        self: DistributedOptimizer, *args: Any, **kwargs: Any
-    ) -> Any:
-        saved = fully_reshardable(self, *args, **kwargs)
-        if saved is not None and (keys := _keys(self)):
-            weights = (weight for buffer in self.buffers for weight in buffer.param_index_map)
-            for number, weight in enumerate(weights):
-                _leave_out(self.fp4_weight_states, saved[number], weight, keys)
-        return saved
+def _padded(states: list[KeptStates]) -> dict[KeptStates, dict[str, torch.dtype]]:
+    """The dtype of each state that a weight does not have, but is saved with, as zeros.
 
-    DistributedOptimizer.optimizer_state_keys = property(optimizer_state_keys)
-    DistributedOptimizer._get_main_param_and_optimizer_states = _get_main_param_and_optimizer_states
-    DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
-    DistributedOptimizer.sharded_param_state_fully_reshardable = (
-        sharded_param_state_fully_reshardable
-    )
+    states: those of all weights of this rank. Every rank must call it.
+    """
+    mine = {(_stack_of(kept.name), *one) for kept in states for one in kept.dtypes.items()}
+    everywhere = set().union(*of_all(mine))
+    found = {}
+    for kept in states:
+        of_stack = {name: d for stack, name, d in everywhere if stack == _stack_of(kept.name)}
+        found[kept] = {name: d for name, d in of_stack.items() if name not in kept.dtypes}
+    return found
 
 
-def _leave_out(
-    states: WeightStates, saved: dict[str, Any], weight: Tensor, keys: tuple[str, ...]
-) -> None:
-    """Removes from the sharded state of a weight the states that it has not, or cannot load."""
-    for key in keys:
-        if not states.saves(weight, key):
-            saved.pop(key, None)
-    if states.is_loading:
-        states.keep_saved(saved)
+def _stack_of(linear: str) -> str:
+    """The name of a linear without the numbers of its layer and expert.
 
-
-def _keys(optimizer: DistributedOptimizer) -> tuple[str, ...]:
-    states: WeightStates | None = getattr(optimizer, "fp4_weight_states", None)
-    return () if states is None else states.keys_of(optimizer)
+    Megatron may save the weights of linears of the same such name in one tensor.
+    """
+    return re.sub(r"\.\d+(?=\.|$)", "", linear)

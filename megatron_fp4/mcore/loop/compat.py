@@ -20,7 +20,12 @@ from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_fp4 import replay
-from megatron_fp4.mcore.checkpoints import loading, optimizer_compat, optimizer_state, weight_states
+from megatron_fp4.mcore.checkpoints import (
+    distributed_states,
+    loading,
+    optimizer_compat,
+    optimizer_state,
+)
 from megatron_fp4.mcore.launch import flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.loop import pipelined_graphs
@@ -55,7 +60,7 @@ def install() -> None:
             setattr(training, name, _demanding(getattr(training, name)))
     _follow_checkpoints()
     optimizer_compat.install()
-    weight_states.install()
+    distributed_states.install()
     optimizer_state.install()
     loading.install()
     pipelined_graphs.install()

@@ -5,7 +5,6 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_fp4.mcore.checkpoints.weight_states import saved_states
 from megatron_fp4.mcore.gather import buckets
 from megatron_fp4.mcore.loop import optimizer_state, ramping, whole_weights
 from megatron_fp4.mcore.model import optimizers
@@ -41,7 +40,7 @@ def _replace(optimizer: MegatronOptimizer, chunks: list[Any], run: Run) -> None:
 def _keep_states(optimizer: MegatronOptimizer, run: Run) -> None:
     """Has the state beside weights updated after each step of `optimizer`."""
     if run.kept:
-        run.weight_states.follow(optimizer, saved_states(run.kept, run.args), run.args)
+        run.weight_states.follow(optimizer, run.args)
 
 
 def _gather_codes(chunks: list[Any], run: Run) -> None:

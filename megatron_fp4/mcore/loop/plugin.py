@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import arguments, training
 
 from megatron_fp4.errors import ConfigError
-from megatron_fp4.mcore.checkpoints.weight_states import complete
+from megatron_fp4.mcore.checkpoints.weight_states import CheckpointedStates
 from megatron_fp4.mcore.data import vocabulary
 from megatron_fp4.mcore.exchange import start
 from megatron_fp4.mcore.launch import command_line, cuda_graphs, fp4_arguments
@@ -72,6 +72,7 @@ class Plugin:
         self.run: Run | None = None
         self.metrics: metrics.Metrics | None = None
         self._idle = IdleFlags()
+        self._checkpointed: CheckpointedStates | None = None
 
     def check_followed(self) -> None:
         """Raises ConfigError if no model was built whose linears follow the recipe.
@@ -294,6 +295,8 @@ class Plugin:
                 self._exchange_gradients(chunks)
             optimizer = upstream(*given, **named)
             optimizer_setup.set_up(optimizer, chunks, self.args, self.run)
+            if self.run is not None and self.run.kept:
+                self._checkpointed = CheckpointedStates(optimizer, self.run)
             if self.metrics is not None:
                 self.metrics.follow_optimizer(optimizer)
             return optimizer
@@ -315,8 +318,9 @@ class Plugin:
             loaded = upstream(*given, **named)
             if self.run is not None:
                 self.run.sent_weights.expire()
-            if self.run is not None and self.run.kept:
-                complete(self.run.weight_states, self.run.args)
+                self.run.weight_states.expire()
+            if self._checkpointed is not None:
+                self._checkpointed.complete()
             return loaded
 
         return load_checkpoint

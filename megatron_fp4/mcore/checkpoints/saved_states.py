@@ -1,11 +1,16 @@
 """Which weights have states beside them in a checkpoint."""
 
 import argparse
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fp4.arithmetic.weight_states import key_of
+from megatron_fp4.mcore.checkpoints import folders
+from megatron_fp4.mcore.runtime.ranks import on_first
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import content
 from megatron_fp4.recipes.assignment import Modules, recipe_for
@@ -64,18 +69,53 @@ class SavedStates:
         return content.recorded(self.args)
 
 
-def stack_of(linear: str) -> str:
-    """The name of a linear without the numbers of its layer and expert.
+def saved_states(names: list[str], args: argparse.Namespace) -> SavedStates:
+    """Which of the states `names` are in the checkpoint that the launch will load.
 
-    Megatron may save the weights of linears of the same such name in one tensor.
+    The result is empty if no optimizer state is loaded, and for the format torch, where an
+    optimizer takes whatever state the file has. Every rank must call it. args: Megatron's.
     """
-    return re.sub(r"\.\d+(?=\.|$)", "", linear)
+    if not args.load or args.no_load_optim or args.finetune or args.ckpt_format == "torch":
+        return SavedStates()
+    found = on_first(lambda: _read(names, args))
+    return SavedStates() if found is None else SavedStates(found[0], frozenset(names), found[1])
 
 
-def is_of_any(key: str, names: list[str]) -> bool:
-    """Whether a tensor of a checkpoint, by its key, contains one of the states `names`."""
-    return any(_is_of(key, name) for name in names)
+def loaded_folder(args: argparse.Namespace) -> Path | None:
+    """The folder of the checkpoint that Megatron loads or has loaded from --load; None: none.
+
+    Every rank must call it. args: Megatron's.
+    """
+    return on_first(lambda: folders.chosen(*_places(args))) if args.load else None
+
+
+def _read(
+    names: list[str], args: argparse.Namespace
+) -> tuple[frozenset[str], argparse.Namespace] | None:
+    """(keys of tensors, arguments of the run that saved); None without a complete checkpoint.
+
+    Loading tells what is wrong with one that is not complete.
+    """
+    if folders.problem_in(*_places(args)) or (path := folders.chosen(*_places(args))) is None:
+        return None
+    if not (path / ".metadata").exists():
+        return None  # the format torch: the optimizer's own state has these tensors
+    # Megatron's load_tensors_metadata fails with the properties of tensors that torch 2.15 saves.
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    states = frozenset(key for key in keys if any(_is_of(key, name) for name in names))
+    # Most checkpoints have none, and their arguments need not be read twice.
+    saved = dist_checkpointing.load_common_state_dict(str(path)).get("args") if states else None
+    return states, saved or argparse.Namespace()
+
+
+def _places(args: argparse.Namespace) -> tuple[Path, int | None, Path | None]:
+    """The arguments of `folders.chosen`."""
+    folder, beside = Path(args.load), None
+    if args.non_persistent_ckpt_type is not None:
+        beside = folders.non_persistent_folder(args, folder)
+    return folder, args.ckpt_step, beside
 
 
 def _is_of(key: str, name: str) -> bool:
+    """Whether a tensor of a checkpoint, by its key, contains the state `name`."""
     return f".{key_of(name)}." in f"{key}."
