@@ -61,11 +61,13 @@ def seen_of_effects(space: str, claim: Claim) -> list[str]:
 
 
 def of_pair(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, Gap | None]:
-    """Looks up the comparison of two recipes; returns (the study, size, length and learning rate in
-    words, the gap between the recipes, or None if one of them was not run there). A study without
-    runs is its name alone.
+    """Compares the two recipes of a pair in the study that it names.
 
     rows, first: the runs and the cell of a pair that names no study, as in `claims_table`.
+
+    Returns (place, gap). place: where they are compared, in words, as in "`recipes-3M`, 3M, 25M
+    tokens, rate 0.0015"; of a study without runs its name alone. gap: the losses of the first
+    recipe minus those of the second; None if one of them was not run there.
     """
     if not pair.study:
         return label(first), gap(rows, first, pair.recipe, pair.against)

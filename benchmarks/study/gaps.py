@@ -87,18 +87,30 @@ def runs_of(rows: Iterable[Row], cell: Cell, recipe: str) -> list[Row]:
     return [r for r in rows if cell_of(r) == cell and r["configuration"]["recipe"] == recipe]
 
 
-def losses(rows: Iterable[Row], cell: Cell, recipe: str) -> dict[int, list[float]]:
+def losses(
+    rows: Iterable[Row], cell: Cell, recipe: str, entry: str | None = None
+) -> dict[int, list[float]]:
     """The held-out losses at the end of the finished runs of a recipe: for each seed of the data
-    those of its rounding seeds."""
+    those of its rounding seeds.
+
+    entry: one of the matrix's `evaluate_in`, for the losses of the evaluation in that precision;
+    None: in the precision of the training. Runs without that evaluation are left out.
+    """
     found: dict[int, list[float]] = {}
     for row in runs_of(rows, cell, recipe):
-        found.setdefault(row["configuration"]["seed"], []).append(row["held_out"][-1][1])
+        ends = row.get("evaluated", {}) if entry else {None: row["held_out"][-1][1]}
+        if entry in ends:
+            found.setdefault(row["configuration"]["seed"], []).append(ends[entry])
     return found
 
 
 def gap(rows: list[Row], cell: Cell, recipe: str, against: str) -> Gap | None:
     """The gap of a recipe; None if no seed has both."""
-    own, other = losses(rows, cell, recipe), losses(rows, cell, against)
+    return paired(losses(rows, cell, recipe), losses(rows, cell, against))
+
+
+def paired(own: dict[int, list[float]], other: dict[int, list[float]]) -> Gap | None:
+    """The gap between losses of `losses`; None if no seed has both."""
     pairs = {
         seed: statistics.mean(own[seed]) - statistics.mean(other[seed])
         for seed in sorted(own.keys() & other.keys())

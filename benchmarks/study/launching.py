@@ -51,7 +51,7 @@ class Launch:
     def flags(self, minutes: float | None) -> list[str]:
         """All flags. minutes: after so many a checkpoint is saved and the launch ends."""
         size = SIZES[self.configuration["size"]]
-        flags = self._flags(self.configuration["flags"])
+        flags = self._with_data(self.configuration["flags"])
         flags += ["--save", str(self._checkpoints), "--save-interval", str(size.save_interval)]
         if (self._checkpoints / "latest_checkpointed_iteration.txt").exists():
             flags += ["--load", str(self._checkpoints)]
@@ -59,8 +59,8 @@ class Launch:
             flags += ["--exit-duration-in-mins", str(math.floor(minutes - MARGIN))]
         return flags
 
-    def _flags(self, own: list[str]) -> list[str]:
-        """`own`, with what every launch of the run has."""
+    def _with_data(self, own: list[str]) -> list[str]:
+        """The flags `own` of a launch, on this run's text."""
         # runs.launch shards tensors over all processes. Here it is the configuration that says so.
         flags = ["--tensor-model-parallel-size", "1", *own, *runs.data_flags(self.data)]
         # Runs side by side would write the same file if they shared a cache of shuffled indices.
@@ -94,11 +94,13 @@ class Launch:
         )
 
     def _evaluated(self) -> dict[str, float]:
-        """The held-out loss of the trained model by each entry of "evaluate_in". Raises
-        RunFailed."""
+        """Evaluates the trained model in each recipe of the configuration's "evaluate_in".
+
+        Returns the held-out loss by entry. Raises RunFailed if an evaluation fails.
+        """
         found = {}
         for number, entry in enumerate(self.configuration.get("evaluate_in", [])):
-            flags = self._flags(evaluation_flags(self.configuration["flags"], entry))
+            flags = self._with_data(evaluation_flags(self.configuration["flags"], entry))
             flags += ["--load", str(self._checkpoints)]
             log = self._launch(flags, self.folder / f"evaluation-{number + 1:02}.log")
             found[entry] = log.held_out[-1][1]
@@ -136,9 +138,10 @@ class Launch:
 
 
 def evaluation_flags(flags: list[str], entry: str) -> list[str]:
-    """The flags that evaluate what was trained with `flags`, by another recipe or in BF16.
+    """The flags of a launch that trains nothing, and evaluates a model by another recipe.
 
-    entry: a recipe, perhaps with options, or BF16.
+    flags: those that the model was trained with. entry: the recipe of the evaluation, perhaps with
+    options, or BF16.
     """
     kept, is_fp4 = [], False
     for word in flags:

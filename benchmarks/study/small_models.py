@@ -27,8 +27,11 @@ def runs_of_study(name: str) -> tuple[list[Row], matrix.Matrix]:
 
 
 def earlier_numerics(rows: list[Row]) -> str:
-    """What a table adds to the name of a study whose runs are of an earlier numerics version, such
-    as ", numerics version 2"; "" if all are of the present one."""
+    """A remark on runs of earlier numerics versions (docs/numerics.md): their random bits differ.
+
+    It follows the name of their study in a table, as in ", numerics version 2". "" if all runs are
+    of the present version.
+    """
     found = {row["configuration"]["numerics"] for row in rows} - {NUMERICS_VERSION}
     return f", numerics version {', '.join(map(str, sorted(found)))}" if found else ""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.study.gap_words import gap_words
-from benchmarks.study.gaps import LEVEL, Cell, Gap, cell_of, gap, losses, runs_of, spread
+from benchmarks.study.gaps import LEVEL, Cell, cell_of, gap, losses, paired, runs_of, spread
 from benchmarks.study.matrix import BF16
 from benchmarks.study.running import named
 from benchmarks.study.sizes import SIZES
@@ -72,32 +72,22 @@ def gap_table(rows: list[Row], against: str) -> list[str]:
 
 
 def evaluation_table(rows: list[Row]) -> list[str]:
-    """What the held-out loss of each model is in each recipe of its evaluations at the end, above
-    that of the model of BF16 in BF16, paired by seed; [] if there are none of that model."""
+    """The losses of the evaluations that follow training (`Matrix.evaluate_in`).
+
+    A row is a recipe that models were trained with, and a column a precision in which they were
+    evaluated. A cell is the held-out loss minus that of the model that BF16 trained, evaluated in
+    BF16, paired by seed. [] if no such model was evaluated.
+    """
     entries = list(dict.fromkeys(entry for row in rows for entry in row.get("evaluated", {})))
     body = []
     for cell, recipe, _ in _groups(rows):
-        found = [_evaluated(rows, cell, recipe, entry) for entry in entries]
+        plain = losses(rows, cell, BF16, BF16)
+        found = [paired(losses(rows, cell, recipe, entry), plain) for entry in entries]
         if any(found):
             seeds = max(len(each.by_seed) for each in found if each is not None)
             cells = ["" if each is None else gap_words(each) for each in found]
             body.append([*_place(cell, recipe, seeds), *cells])
     return table([*_PLACE, *(f"in `{entry}`" for entry in entries)], body) if body else []
-
-
-def _evaluated(rows: list[Row], cell: Cell, recipe: str, entry: str) -> Gap | None:
-    """The gap of a recipe's models, evaluated in `entry`, to BF16's in BF16."""
-
-    def losses_in(trained: str, entry: str) -> dict[int, float]:
-        return {
-            row["configuration"]["seed"]: row["evaluated"][entry]
-            for row in runs_of(rows, cell, trained)
-            if entry in row.get("evaluated", {})
-        }
-
-    own, plain = losses_in(recipe, entry), losses_in(BF16, BF16)
-    pairs = {seed: own[seed] - plain[seed] for seed in sorted(own.keys() & plain.keys())}
-    return Gap(pairs) if pairs else None
 
 
 def window(rows: Iterable[Row], interval: int) -> int:

@@ -1,4 +1,7 @@
-"""Splits operands and outliers into lists of tensors, and builds them again."""
+"""Splits operands and outliers into lists of tensors, and builds them again.
+
+Autograd keeps tensors alone from the forward pass for the backward pass (save_for_backward).
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ def _tensors_of(form: Form | None) -> TensorList:
 
 
 def _form(form: Form) -> Callable[..., Form]:
-    """A function that builds such a form from its `_tensors_of`."""
+    """A function that builds an operand in the form of `form` from the tensors of one, in the order
+    of `_tensors_of`. It keeps no tensor of `form` alive."""
     if isinstance(form, Carriers):
         return partial(_carriers, form.element)
     return Decoded if isinstance(form, Decoded) else take_apart(form)[1]

@@ -199,9 +199,11 @@ class CheckpointedStates:
 
 
 def _padded(states: list[KeptStates]) -> dict[KeptStates, dict[str, torch.dtype]]:
-    """The dtype of each state that a weight does not have, but is saved with, as zeros.
+    """Finds the weights that are saved with zeros in place of a state that they do not have.
 
-    states: those of all weights of this rank. Every rank must call it.
+    Megatron may save a weight in one tensor with the same weights of other layers, and all of them
+    then need the same states. states: those of all weights of this rank. Every rank must call it.
+    Returns for each weight the dtypes of such states, by name.
     """
     mine = {(_stack_of(kept.name), *one) for kept in states for one in kept.dtypes.items()}
     everywhere = set().union(*of_all(mine))

@@ -89,7 +89,7 @@ class KeptStates:
         return torch.full_like(self.main, FIRST[name], dtype=self.dtypes[name])
 
     def put(self, name: str, state: Tensor) -> None:
-        """Makes `state` this rank's part of the state `name` in the optimizer."""
+        """Stores `state` in the optimizer as this rank's part of the state `name`."""
         assert self.inner is not None and self.main is not None
         self.inner.state[self.main][key_of(name)] = state
 
@@ -142,7 +142,7 @@ class KeptStates:
 
 
 def _blend_on(device: torch.device) -> Blend:
-    """The function `blend`, or the kernel with its bits."""
+    """What updates averages on `device`: `blend`, or on a GPU a kernel with the same bits."""
     if device.type != "cuda":
         return blend
     from megatron_fp4.kernels import averages  # imports Triton

@@ -94,10 +94,12 @@ class WeightStates:
     # --- owners -----------------------------------------------------------------------------------
 
     def follow(self, optimizer: MegatronOptimizer, args: argparse.Namespace) -> None:
-        """Makes `optimizer` keep the states from now on.
+        """Has `optimizer` keep the states, and update them after each of its steps.
 
-        Every rank must call it, before a checkpoint is loaded. optimizer: has a RampingAdamW where
-        weights have periods. args: Megatron's, from which updates read the current step.
+        Every rank must call it, before a checkpoint is loaded.
+
+        optimizer: Megatron's. In the place of torch's AdamW it has a RampingAdamW if a recipe has
+        Q-Ramping. args: Megatron's arguments; each update reads the current step from them.
         """
         self._args = args
         for each in stepping_optimizers(optimizer):

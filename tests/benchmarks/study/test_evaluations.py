@@ -99,8 +99,10 @@ def test_an_evaluation_that_fails_is_a_failed_run(tmp_path: Path, monkeypatch: A
     assert found["error"] == "RuntimeError: the reason" and checkpoint.exists()
 
 
-def row(recipe: str, seed: int, evaluated: dict[str, float]) -> dict[str, Any]:
-    rounding = None if recipe == "bf16" else seed
+def row(
+    recipe: str, seed: int, evaluated: dict[str, float], rounding: int | None = None
+) -> dict[str, Any]:
+    rounding = None if recipe == "bf16" else rounding or seed
     point = Point(recipe, "tiny", 1e-3, 4, seed, rounding)
     return {
         "configuration": configuration(replace(MATRIX, evaluate_in=[]), point, TEXT),
@@ -120,6 +122,17 @@ def test_the_table_has_differences_from_bf16_in_bf16() -> None:
     assert plain.endswith("| `bf16` | 2 | +0.000 (+0.000, +0.000) | +0.350 (+0.300, +0.400) |")
     assert own.endswith("| `tetrajet` | 1 | -0.100 | +0.100 |")
     assert tables.evaluation_table(rows[2:]) == []  # nothing to compare with
+
+
+def test_rounding_seeds_are_averaged_and_runs_without_evaluations_do_not_count() -> None:
+    """The mistake: the last rounding seed counts alone."""
+    rows = [
+        row("bf16", 1, {"bf16": 6.0}),
+        row("tetrajet", 1, {"bf16": 6.1}, 1),
+        row("tetrajet", 1, {"bf16": 6.3}, 2),
+        row("tetrajet", 1, {}, 3),
+    ]
+    assert tables.evaluation_table(rows)[-1].endswith("| `tetrajet` | 1 | +0.200 |")
 
 
 @pytest.mark.outside
