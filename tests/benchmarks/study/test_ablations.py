@@ -82,12 +82,34 @@ def test_the_parts_of_dge_occ(losses: Losses) -> None:
     assert says in RECIPES
 
 
+def test_a_last_phase_after_an_nvfp4_recipe(losses: Losses) -> None:
+    ended = losses[ablation("four-over-six-then-fp8")]
+    lower, above = losses["four-over-six"] - ended, ended - losses[BF16]
+    found = recipes_page.comparison()
+    then, own = (
+        paired.by_seed[1]
+        for name in (candidate("tetrajet-then-fp8"), "tetrajet-fp8")
+        if (paired := found.gap(name)) is not None
+    )
+    assert (
+        f"`four-over-six` ends {lower:.3f} lower, at {above:.3f} above BF16. `tetrajet-then-fp8` "
+        f"with that seed is at {then:.3f} and `tetrajet-fp8` at {own:.3f}."
+    ) in STUDY
+    assert (
+        f"`four-over-six` ends {above:.3f} above BF16, where `tetrajet-fp8` is at {own:.3f} with "
+        f"that seed: {own - above:.3f} lower, which is the noise of single runs."
+    ) in RECIPES
+    assert round(own - above, 3) == NOISE < lower
+
+
 def test_what_is_below_the_noise_of_one_run(losses: Losses) -> None:
     lower = losses["mxfp4-rht-sr"] - losses["mxfp4-rht-sr,stochastic=false"]
     higher = losses[ablation("tetrajet-x-mean")] - losses["tetrajet"]
-    assert 0 < lower < NOISE and 0 < higher < NOISE
+    plain = losses["mxfp4-rht-sr"] - losses["mxfp4-rht-sr,hadamard=0"]
+    assert 0 < lower < NOISE and 0 < plain < NOISE and 0 < higher < NOISE
     assert f"`mxfp4-rht-sr` ends {lower:.3f} lower with rounding to nearest, which is" in STUDY
-    assert f"`tetrajet` {higher:.3f} higher with the mean of X multiplied apart" in STUDY
+    assert f"clips, and {plain:.3f} lower without the transform." in STUDY
+    assert f"`tetrajet` ends {higher:.3f} higher with the mean of X multiplied apart" in STUDY
     assert f"by less than the noise of one run ({higher:.3f} higher)" in RECIPES
 
 

@@ -40,16 +40,19 @@ COMMITTED = {
     "two-rates-3M": ("docs/notes/estimators.md", "NVIDIA H100"),
     "low-rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "recipes-3M": ("docs/study.md", "NVIDIA H200"),
+    "rates-26M": ("docs/study.md", "NVIDIA H200"),
+    "served": ("docs/study.md", "NVIDIA H200"),
     "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
 }
 
 
 UNFINISHED = {
     "ablations": "docs/study.md",
+    "ablations-3M": "docs/study.md",
     "candidates": "docs/study.md",
-    "rates-26M": "docs/study.md",
     "recipes": "docs/study.md",
     "same-loss-3M": "docs/study.md",
+    "served-3M": "docs/study.md",
     "sizes": "docs/study.md",
 }  # tables of the runs so far
 PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED
@@ -241,14 +244,6 @@ def test_what_begins_with_other_weights_under_tensor_parallelism() -> None:
     assert f"by {behind[0]:.3f}, and `tetrajet` behind `tetrajet` by {behind[1]:.3f}" in PAGE
     repeated = begins["tetrajet" + layout]
     assert len(repeated) == 21 and repeated.items() <= whole["tetrajet" + layout].items()
-    losses = {row["configuration"]["recipe"]: row["held_out"][-1][1] for row in rows}
-    above = losses["tetrajet" + layout] - losses["bf16"]
-    same = losses["tetrajet --use-cpu-initialization" + layout]
-    assert (
-        f"`tetrajet` ends {above:.2f} above BF16 of one GPU; with `--use-cpu-initialization` it "
-        f"ends {same - losses['bf16']:.3f} above, and {same - losses['tetrajet']:.3f} above "
-        "`tetrajet` of one GPU."
-    ) in PAGE
 
 
 def test_every_committed_result_is_in_a_page() -> None:

@@ -1,0 +1,82 @@
+"""What the pages say of models in other precisions is in the results of `served`, `served-3M`."""
+
+from __future__ import annotations
+
+from benchmarks.study import matrix, results, tables
+from benchmarks.study.gaps import Gap, losses, paired
+from benchmarks.study.matrix import BF16
+from benchmarks.study.verdicts import NOISE
+from tests.benchmarks.study.prose import ROOT, prose
+
+STUDY, RECIPES = (prose(f"docs/{name}.md") for name in ("study", "recipes"))
+MXFP4, FP8 = "tetrajet", "fp8"
+W_ALONE = "benchmarks/study/ablations/w-in-fp4.yaml"
+TRAINED = (BF16, FP8, "tetrajet", "tetrajet-fp8")
+
+
+def above(study: str, recipe: str, entry: str) -> Gap:
+    """The loss of the models of a recipe in a precision, minus that of BF16's in BF16."""
+    rows = results.read(ROOT / f"benchmarks/results/study-{study}.jsonl")
+    [cell] = tables.cells(rows)
+    found = paired(losses(rows, cell, recipe, entry), losses(rows, cell, BF16, BF16))
+    assert found is not None
+    return found
+
+
+def of_26m(entry: str) -> dict[str, float]:
+    return {recipe: above("served", recipe, entry).mean for recipe in TRAINED}
+
+
+def test_models_of_26m_in_mxfp4_are_level() -> None:
+    found = of_26m(MXFP4)
+    low, high, own = (f"{found[name]:.3f}" for name in (BF16, "tetrajet-fp8", "tetrajet"))
+    says = f"{low} (BF16) to {high} (`tetrajet-fp8`), and `tetrajet` at {own}."
+    assert f"**In MXFP4 the four are level**: {says}" in STUDY
+    assert (min(found.values()), max(found.values())) == (found[BF16], found["tetrajet-fp8"])
+    assert max(found.values()) - min(found.values()) < 1.05 * NOISE < found[BF16]
+    assert f"are then {low} to {high} above that of BF16 in BF16 (one seed," in RECIPES
+
+
+def test_models_of_26m_in_other_precisions() -> None:
+    plain, eight, w_alone = (of_26m(entry) for entry in (BF16, FP8, W_ALONE))
+    three = (BF16, "tetrajet-fp8", "tetrajet")
+    own = [f"{w_alone[name]:.3f}" for name in three]
+    assert (
+        f"the model of BF16 is at {own[0]}, that of `tetrajet-fp8` at {own[1]} and that of "
+        f"`tetrajet` at {own[2]}."
+    ) in STUDY
+    assert (
+        f"the model of `tetrajet` is at {plain['tetrajet']:.3f} and that of `tetrajet-fp8` at "
+        f"{plain['tetrajet-fp8']:.3f}."
+    ) in STUDY
+    added = sorted(eight[name] - plain[name] for name in TRAINED)
+    assert f"`fp8` adds {added[0]:.3f} to {added[-1]:.3f} to each of the four." in STUDY
+    exported = [f"{of_26m(MXFP4)[name] - plain[name]:.3f}" for name in three]
+    assert (
+        f"MXFP4 of W and X adds {exported[0]} to the model of BF16, {exported[1]} to that of "
+        f"`tetrajet-fp8` and {exported[2]} to that of `tetrajet`."
+    ) in STUDY
+    weights = w_alone["tetrajet-fp8"] - plain["tetrajet-fp8"]
+    says = f"An export of the model of `tetrajet-fp8` to MXFP4 adds {exported[1]}, of W alone {weights:.3f}"
+    assert says in RECIPES
+
+
+def test_models_of_3m_in_mxfp4_are_level() -> None:
+    found = {recipe: above("served-3M", recipe, MXFP4) for recipe in TRAINED}
+    assert [len(each.by_seed) for each in found.values()] == [3, 3, 2, 2]
+    bf16, fp8, plain, own = (f"{each.mean:.3f}" for each in found.values())
+    assert (
+        f"In MXFP4 the models of BF16 and `fp8` are at {bf16} and {fp8} (three seeds), and those "
+        f"of `tetrajet` and `tetrajet-fp8` at {plain} and {own} (two seeds)."
+    ) in STUDY
+    spreads = [each.spread for each in found.values() if each.spread is not None]
+    means = [each.mean for each in found.values()]
+    assert f"Those of one recipe are up to {max(spreads):.3f} apart" in STUDY
+    assert max(means) - min(means) < max(spreads)
+
+
+def test_the_precisions_are_those_of_the_matrices() -> None:
+    for name in ("served", "served-3M"):
+        found = matrix.read(name)
+        assert found.evaluate_in == [BF16, FP8, MXFP4, W_ALONE]
+        assert {point.recipe for point in found.points()} == set(TRAINED)
