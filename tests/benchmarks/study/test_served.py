@@ -63,6 +63,20 @@ def test_models_of_26m_in_other_precisions() -> None:
     ) in RECIPES
 
 
+def test_what_an_export_costs() -> None:
+    plain = of_26m(BF16)
+    both, weights = (
+        [f"{found[name] - plain[name]:.3f}" for name in (BF16, "tetrajet-fp8", "tetrajet")]
+        for found in (of_26m(MXFP4), of_26m(W_ALONE))
+    )
+    page = prose("docs/huggingface.md")
+    assert (
+        f"lose {both[0]} more than in BF16 if BF16 trained them, {both[1]} after `tetrajet-fp8`, "
+        f"and {both[2]} after `tetrajet`."
+    ) in page
+    assert f"lose {weights[0]}, {weights[1]} and {weights[2]} more (one seed," in page
+
+
 def test_models_of_3m_in_mxfp4_are_level() -> None:
     found = {recipe: above("served-3M", recipe, MXFP4) for recipe in TRAINED}
     assert [len(each.by_seed) for each in found.values()] == [3, 3, 2, 2]
