@@ -1,4 +1,5 @@
-"""Quantization to E2M1 with block scales in E4M3 or UE5M3, in Triton: NVFP4 and similar formats.
+"""Quantization to E2M1 with block scales in E4M3 or UE5M3, in Triton: NVFP4 and similar formats;
+and with E8M0 scales, of float32 matrices, which the kernels of quantize.py do not read.
 
 A block lies in one row or is a rectangle of several rows. There may be a tensor scale above the
 block scales. One kernel finds the tensor's largest magnitude, where a tensor scale needs it.
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import E2M1, SCALE_FLOATS
+from megatron_fp4.arithmetic.formats import E2M1, E8M0_BIAS, E8M0_NAN, SCALE_FLOATS
 from megatron_fp4.arithmetic.philox import Noise, signed
 from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor, Quantizer
 from megatron_fp4.kernels.arguments import Draws
@@ -38,11 +39,13 @@ from megatron_fp4.kernels.tile_hadamard import Transform, Turn, loaded, turn_of
 
 TILE, WARPS = 64, 4  # rows and columns of a program's tile
 WIDE = 128  # elements along the axis of a tile of 32 lines, for groups that are larger than TILE
-MANTISSA = 3  # mantissa bits of both scale formats
+MANTISSA = 3  # mantissa bits of E4M3 and UE5M3 scales
 COMPARED = ("mse-fp8", "four-over-six")  # rules that compare the errors of several scales
 # How the kernels read a matrix: BF16 as its bits.
 _SOURCES = {torch.bfloat16: torch.int16, torch.float32: torch.float32}
-RULES = ("nearest", "up", *COMPARED)
+_FLOAT_RULES = ("nearest", "up", *COMPARED)
+# By scale format. No kernel finds the scales of rule mse for float32 matrices.
+RULES = {"e4m3": _FLOAT_RULES, "ue5m3": _FLOAT_RULES, "e8m0": ("floor", "ceil", "nearest")}
 
 
 @triton.jit
@@ -190,15 +193,16 @@ def cast_kernel(
     ACROSS, ALONG: the size of a block across AXIS and along it.
     TENSOR_MAX: the largest block scale under a tensor scale; 0 if there is no tensor scale.
     INFLATE: multiplies block scales before they are rounded. RULE: nearest or up, how they are
-        rounded; four-over-six (four_over_six.py) or mse-fp8 (fp8_scales.py), where ACROSS is 1.
+        rounded; four-over-six (four_over_six.py) or mse-fp8 (fp8_scales.py), where ACROSS is 1; of
+        E8M0 scales floor, ceil or nearest.
     PRESCALE: multiplies scaled elements before they are rounded.
-    BIAS, MAX, NAN: of the scale format, its exponent bias, largest number and byte of NaN.
+    BIAS, MAX, NAN: of the scale format, its exponent bias, largest number (not read of E8M0) and
+        byte of NaN.
     GAIN: the elements of a group whose scales are corrected for a gain of 1 (gain.py); 0 corrects
         none. ACROSS is then 1, and SCALES_DRAW says whether they are rounded stochastically.
     ROWS, COLUMNS: of the tile of x that a program handles.
 
-    docs/numerics.md, E4M3 and UE5M3, has the steps. A block with Inf or NaN gets codes 0 and the
-    scale NaN.
+    docs/numerics.md, Scales, has the steps. A block with Inf or NaN gets codes 0 and the scale NaN.
     """
     TOGETHER: tl.constexpr = max(ALONG, GAIN)
     v = loaded(
@@ -254,9 +258,9 @@ def quantize(
     largest: Tensor | None = None,
     transform: Transform | None = None,
 ) -> QuantizedTensor:
-    """Quantizes x in blocks along `axis` to E2M1 codes with E4M3 or UE5M3 scales.
+    """Quantizes x in blocks along `axis` to E2M1 codes with E4M3, UE5M3 or E8M0 scales.
 
-    x: BF16 [rows, columns], or float32 if there is a transform.
+    x: BF16 [rows, columns], or float32 if there is a transform or scales are E8M0.
     transform: along `axis`, before x is quantized.
     noise: the source of random bits of a stochastic quantizer.
     largest: the maximum over the ranks that share the tensor scale; see `quantize_matrix`. None
@@ -355,17 +359,17 @@ def _cast_launch(
     in_memory: whether the step is read from memory (`is_in_memory`). has_groups: whether the
     placement lists the columns' groups.
     """
-    scale = SCALE_FLOATS[quantizer.scale]
-    assert scale.mantissa_bits == MANTISSA and E2M1.max == 6
+    assert E2M1.max == 6
+    bias, most, nan = scale_format(quantizer)
     grid, constants = _tiled(rows, columns, quantizer, axis, turn)
     constants |= dict(
         TENSOR_MAX=quantizer.tensor_max,
         INFLATE=quantizer.inflate,
         PRESCALE=quantizer.prescale,
         RULE=quantizer.rule,
-        BIAS=scale.bias,
-        MAX=scale.max,
-        NAN=scale.nan,
+        BIAS=bias,
+        MAX=most,
+        NAN=nan,
         GAIN=quantizer.unit_gain,
         STOCHASTIC=quantizer.stochastic,
         SCALES_DRAW=quantizer.scale_rounding == "stochastic",
@@ -377,3 +381,12 @@ def _cast_launch(
     spills = quantizer.rule in COMPARED or quantizer.unit_gain > 0 or turn.GROUP > TILE
     warps = 2 * WARPS if spills else WARPS
     return Launch(cast_kernel, grid, types, constants, num_warps=warps)
+
+
+def scale_format(quantizer: Quantizer) -> tuple[int, float, int]:
+    """The exponent bias, the largest number and the byte of NaN of the format of block scales."""
+    if quantizer.scale == "e8m0":
+        return E8M0_BIAS, 2.0**127, E8M0_NAN
+    scale = SCALE_FLOATS[quantizer.scale]
+    assert scale.mantissa_bits == MANTISSA
+    return scale.bias, scale.max, scale.nan

@@ -9,8 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fp4.arithmetic import formats
 from megatron_fp4.kernels.float_blocks import power
 from megatron_fp4.kernels.rows import fp8_code
+
+# By its exponent bias kernels tell E8M0 from the formats of this file.
+E8M0_BIAS = tl.constexpr(formats.E8M0_BIAS)
 
 
 @triton.jit

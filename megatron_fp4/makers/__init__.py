@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from megatron_fp4.makers.base import Maker, OperandPlan
 from megatron_fp4.makers.block_scales import BlockScaleKernel
 from megatron_fp4.makers.mxfp4 import Mxfp4Kernel
@@ -17,7 +19,7 @@ from megatron_fp4.target import Target, kernels_problem
 
 PYTORCH, TRANSPOSE = PyTorch(), TransposeKernel()
 _BLOCK_SCALES = BlockScaleKernel()
-# The kernel for each format of block scales.
+# The kernel for each format of block scales, of BF16 matrices.
 KERNELS: dict[str, Maker] = {
     "e8m0": Mxfp4Kernel(),
     "fp32": RowScaleKernel(),
@@ -45,7 +47,20 @@ def choose(operand: OperandPlan, target: Target) -> MakerChoice:
         return MakerChoice(TRANSPOSE if transposes else PYTORCH)
     if (problem := kernels_problem(target)) is not None:
         return MakerChoice(PYTORCH, (("kernels", problem),))
-    kernel = KERNELS[operand.quantizer.scale]
+    kernel = _kernel_of(operand)
     if (problem := kernel.refuses(operand)) is not None:
         return MakerChoice(PYTORCH, ((kernel.name, problem),))
     return MakerChoice(kernel)
+
+
+def _kernel_of(operand: OperandPlan) -> Maker:
+    """The kernel for an operand that is quantized.
+
+    The MXFP4 kernel does not read a float32 matrix, such as backward has where fprop's transform is
+    undone: it holds two BF16 numbers in a word.
+    """
+    assert operand.quantizer is not None
+    is_float32 = operand.codes is None and operand.dtype == torch.float32
+    if operand.quantizer.scale == "e8m0" and is_float32:
+        return _BLOCK_SCALES
+    return KERNELS[operand.quantizer.scale]

@@ -1,4 +1,5 @@
-"""The maker for block scales in E4M3 and UE5M3, such as NVFP4's: a Triton kernel."""
+"""The maker for block scales in E4M3 and UE5M3, such as NVFP4's, and in E8M0 for float32 matrices:
+a Triton kernel."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class BlockScaleKernel:
-    """Quantizes a BF16 matrix to E2M1, with E4M3 or UE5M3 scales, after a Hadamard transform if
-    there is one.
+    """Quantizes a matrix to E2M1, after a Hadamard transform if there is one: with E4M3 or UE5M3
+    scales a BF16 matrix, with E8M0 scales a float32 one.
 
     It refuses operands times row scales.
     """
@@ -93,8 +94,10 @@ def _format_problem(quantizer: Quantizer) -> str | None:
     across, along = quantizer.block
     if quantizer.element != "e2m1":
         return f"makes no {quantizer.element.upper()} elements"
-    if quantizer.rule not in RULES:
-        return f"has no rule {quantizer.rule}"
+    if quantizer.rule not in RULES[quantizer.scale]:
+        return f"has no rule {quantizer.rule} for {quantizer.scale} scales"
+    if quantizer.rounding == "ema":
+        return "rounds nothing to an average"
     if quantizer.unit_gain and WIDE % quantizer.unit_gain:
         return f"corrects a gain only in groups that divide {WIDE}"
     if quantizer.row_max:
@@ -112,10 +115,12 @@ def _source_problem(operand: OperandPlan) -> str | None:
     hadamard = operand.hadamard
     if hadamard is not None and hadamard.signs == "random" and hadamard.group > MOST_SIGNS:
         return f"draws at most {MOST_SIGNS} signs"
-    # A transform may read another dtype: its result is BF16.
-    if operand.codes is not None or (operand.dtype != torch.bfloat16 and hadamard is None):
-        return "reads BF16 only"
-    return None
+    # A transform may read another dtype: its result is BF16. Elements are divided by E8M0 scales
+    # without a rounding, whatever their dtype.
+    assert operand.quantizer is not None
+    is_power = operand.quantizer.scale == "e8m0" and operand.dtype == torch.float32
+    reads = hadamard is not None or operand.dtype == torch.bfloat16 or is_power
+    return None if reads and operand.codes is None else "reads BF16 only"
 
 
 def _size_problem(operand: OperandPlan) -> str | None:

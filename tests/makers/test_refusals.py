@@ -70,7 +70,8 @@ TALL = quantize_matrix(X, Quantizer(block=(32, 32)), axis=1)
 @pytest.mark.parametrize(
     ("x", "quantizer", "fields", "why"),
     [
-        (X.float(), Quantizer(), {}, "reads BF16 only"),
+        (X.half(), Quantizer(), {}, "reads BF16 only"),
+        (X.double(), Quantizer(), {}, "reads BF16 only"),
         (X, Quantizer(block=(1, 64)), {}, "makes E2M1 with E8M0 scales in blocks of 1 x 16 and"),
         (X, Quantizer(block=(32, 32)), {}, "makes E2M1 with E8M0 scales in blocks of 1 x 16 and"),
         (TALL, Quantizer(), {}, "reads E2M1 with E8M0 scales in blocks of 1 x 16 and 1 x 32 only"),
@@ -93,6 +94,24 @@ def test_what_the_mxfp4_kernel_refuses(x: Any, quantizer: Any, fields: Any, why:
         for block in (16, 32):  # the control
             made = told(X, Quantizer(block=(1, block)), 0, group=group)
             assert made == ("mxfp4 kernel", "")
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "why"),
+    [
+        (Quantizer(rule="mse"), "has no rule mse for e8m0 scales"),
+        (Quantizer(rounding="ema"), "rounds nothing to an average"),
+        (Quantizer(block=(1, 128)), "takes blocks that divide 64 x 64"),
+        (Quantizer(row_max=1.0), "gives rows no scales of their own"),
+        (Quantizer(element="e1m2"), "makes no E1M2 elements"),
+    ],
+)
+def test_what_is_not_made_of_float32_matrices(quantizer: Any, why: str) -> None:
+    assert told(X.float(), quantizer) == ("pytorch", why)
+    controls: list[tuple[Any, int]] = [("floor", 0), ("ceil", 32), ("nearest", 16)]
+    for rule, group in controls:
+        made = told(X.float(), Quantizer(rule=rule, rounding="stochastic"), 0, group=group)
+        assert made == ("block scale kernel", "")
 
 
 @pytest.mark.parametrize(
