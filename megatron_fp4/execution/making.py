@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import wide
-from megatron_fp4.arithmetic.hadamard import inverse
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
-from megatron_fp4.decoding import decoded, dequantized
+from megatron_fp4.decoding import decoded, dequantized, inverse_of
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import OperandPlan, Source
 from megatron_fp4.operands import Computed, Made, Matrix, Operand, Swiglu
@@ -112,9 +111,8 @@ def source_of(
     if operand.source == "values":
         values, factors, _ = decoded(kept, operand.dtype)
         return values, None if factors is None else factors.expand(len(values), 1).flatten()
-    value = dequantized(kept, operand.dtype)
     if fprop.hadamard is None:
-        return value, None
+        return dequantized(kept, operand.dtype), None
     signs = site.signs("fprop", fprop, call)
-    vector = None if signs is None else signs.vector(fprop.group, value.device)
-    return inverse(value, fprop.group, vector), None
+    vector = None if signs is None else signs.vector(fprop.group, kept.device)
+    return inverse_of(kept, operand.dtype, fprop.group, vector), None

@@ -1,21 +1,27 @@
-"""Decodes E2M1 codes with block scales in E4M3 or UE5M3 to BF16, in Triton.
+"""Decodes E2M1 codes with block scales in E8M0, E4M3 or UE5M3, in Triton: to BF16, or to float32
+after the inverse of a Hadamard transform.
 
-A product in BF16 reads such operands. PyTorch would look up each code and each scale in a table,
-and take several passes over the matrix.
+A product in BF16 reads the former, and quantizers of the backward pass read the latter. PyTorch
+would look up each code and each scale in a table, and take several passes over the matrix.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.formats import SCALE_FLOATS, wide
+from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
-from megatron_fp4.kernels.blocks import MANTISSA
+from megatron_fp4.kernels.blocks import RULES, scale_format
 from megatron_fp4.kernels.decode import bf16_of
-from megatron_fp4.kernels.float_scales import scale_of, spread
-from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
+from megatron_fp4.kernels.float_blocks import e8m0_scale
+from megatron_fp4.kernels.float_scales import E8M0_BIAS, scale_of, spread
+from megatron_fp4.kernels.launch import INTERPRETED, Launch, kernel, planned, tiles
+from megatron_fp4.kernels.tile_hadamard import GROUPS, Transform, Turn, restored, turn_of
 from megatron_fp4.operands import Decoded
 
 TILE, WARPS = 64, 4  # rows and bytes of a tile
@@ -24,9 +30,58 @@ TILE, WARPS = 64, 4  # rows and bytes of a tile
 def decodes(quantizer: Quantizer) -> bool:
     """Whether `values` decodes the codes of a quantizer."""
     across, along = quantizer.block
-    if quantizer.element != "e2m1" or quantizer.scale not in SCALE_FLOATS:
+    if quantizer.element != "e2m1" or quantizer.scale not in RULES:
         return False
     return 2 <= along <= 2 * TILE and 2 * TILE % along == 0 and TILE % across == 0
+
+
+def restores(quantizer: Quantizer, group: int) -> bool:
+    """Whether `inverse` restores the matrix of a quantizer's codes, transformed in such groups.
+
+    Outer scales multiply float32 numbers before the transform, which tensor cores do not take.
+    """
+    return group in GROUPS and decodes(quantizer) and not quantizer.scales_product
+
+
+@triton.jit
+def _read(
+    codes_ptr,
+    scales_ptr,
+    n_rows,
+    n_bytes,
+    ACROSS: tl.constexpr,
+    ALONG: tl.constexpr,
+    BIAS: tl.constexpr,
+    NAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Reads a program's tile of 4-bit codes, and multiplies them by the scales of their blocks.
+
+    Returns (low, high): float32 [ROWS, BYTES], the values of the low and of the high nibbles. They
+    are exact. For the arguments see `decode_kernel`.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
+    there = (rows < n_rows) & (at < n_bytes)
+    byte = tl.load(codes_ptr + rows.to(tl.int64) * n_bytes + at, mask=there, other=0).to(tl.int32)
+    lines = tl.program_id(0) * (ROWS // ACROSS) + tl.arange(0, ROWS // ACROSS)[:, None]
+    blocks = tl.program_id(1) * (2 * BYTES // ALONG) + tl.arange(0, 2 * BYTES // ALONG)[None, :]
+    n_blocks = 2 * n_bytes // ALONG
+    exists = (lines < n_rows // ACROSS) & (blocks < n_blocks)
+    code = tl.load(scales_ptr + lines.to(tl.int64) * n_blocks + blocks, mask=exists, other=0)
+    scale = spread(_scale(code.to(tl.int32), BIAS, NAN), ACROSS, ALONG // 2)
+    low = (bf16_of(byte) << 16).to(tl.float32, bitcast=True) * scale
+    high = (bf16_of(byte >> 4) << 16).to(tl.float32, bitcast=True) * scale
+    return low, high
+
+
+@triton.jit
+def _scale(code, BIAS: tl.constexpr, NAN: tl.constexpr):
+    """The float32 value of each code of a block scale, in E8M0, E4M3 or UE5M3."""
+    if BIAS == E8M0_BIAS:
+        return e8m0_scale(code)
+    return tl.where(code == NAN, float("nan"), scale_of(code, BIAS))
 
 
 @kernel(fp_fusion=True)
@@ -49,23 +104,46 @@ def decode_kernel(
     values_ptr: int32 [n_rows, n_bytes], words of two BF16 values. The products are exact.
     BIAS, NAN: of the scale format, its exponent bias and its byte of NaN.
     """
+    low, high = _read(codes_ptr, scales_ptr, n_rows, n_bytes, ACROSS, ALONG, BIAS, NAN, ROWS, BYTES)
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
     there = (rows < n_rows) & (at < n_bytes)
-    places = rows.to(tl.int64) * n_bytes + at
-    byte = tl.load(codes_ptr + places, mask=there, other=0).to(tl.int32)
-    lines = tl.program_id(0) * (ROWS // ACROSS) + tl.arange(0, ROWS // ACROSS)[:, None]
-    blocks = tl.program_id(1) * (2 * BYTES // ALONG) + tl.arange(0, 2 * BYTES // ALONG)[None, :]
-    n_blocks = 2 * n_bytes // ALONG
-    exists = (lines < n_rows // ACROSS) & (blocks < n_blocks)
-    code = tl.load(scales_ptr + lines.to(tl.int64) * n_blocks + blocks, mask=exists, other=0)
-    code = code.to(tl.int32)
-    scale = tl.where(code == NAN, float("nan"), scale_of(code, BIAS))
-    scale = spread(scale, ACROSS, ALONG // 2)
-    low = ((bf16_of(byte) << 16).to(tl.float32, bitcast=True) * scale).to(tl.int32, bitcast=True)
-    high = (bf16_of(byte >> 4) << 16).to(tl.float32, bitcast=True) * scale
-    high = high.to(tl.int32, bitcast=True)
-    tl.store(values_ptr + places, ((low >> 16) & 0xFFFF) | (high & -0x10000), mask=there)
+    places = values_ptr + rows.to(tl.int64) * n_bytes + at
+    tl.store(places, ((low >> 16) & 0xFFFF) | (high & -0x10000), mask=there)
+
+
+@kernel(fp_fusion=True)
+def restore_kernel(
+    codes_ptr,
+    scales_ptr,
+    signs_ptr,
+    values_ptr,
+    n_rows,
+    n_bytes,
+    ACROSS: tl.constexpr,
+    ALONG: tl.constexpr,
+    BIAS: tl.constexpr,
+    NAN: tl.constexpr,
+    TURN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Decodes as `decode_kernel` does, and applies the inverse of a Hadamard transform.
+
+    signs_ptr: float32 [group], the signs of the transform; read if TURN.SIGNED. TURN: a `Turn`,
+        whose groups lie along the rows.
+    values_ptr: float32 [n_rows, 2 n_bytes].
+    """
+    low, high = _read(codes_ptr, scales_ptr, n_rows, n_bytes, ACROSS, ALONG, BIAS, NAN, ROWS, BYTES)
+    found = restored(
+        tl.reshape(tl.join(low, high), (ROWS, 2 * BYTES)), signs_ptr, TURN, INTERPRETED
+    )
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * (2 * BYTES) + tl.arange(0, 2 * BYTES)[None, :]
+    there = (rows < n_rows) & (columns < 2 * n_bytes)
+    tl.store(values_ptr + rows.to(tl.int64) * (2 * n_bytes) + columns, found, mask=there)
 
 
 def values(x: QuantizedTensor) -> Tensor:
@@ -95,12 +173,37 @@ def dequantized(x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     return (exact if x.axis == 1 else exact.t()).to(dtype)
 
 
+def inverse(x: QuantizedTensor, transform: Transform) -> Tensor:
+    """The inverse Hadamard transform along the blocked axis of the decoded matrix: float32
+    [rows, K], with that axis last.
+
+    x: a matrix, with a quantizer that `restores`. K is a multiple of the group.
+    """
+    codes = x.codes.contiguous()
+    rows, half = codes.shape
+    made = codes.new_empty(rows, 2 * half, dtype=torch.float32)
+    launch = _restore_launch(rows, half, x.quantizer, turn_of(transform))
+    launch(codes.device, codes, x.scales.contiguous(), transform.signs, made, rows, half)
+    return made
+
+
+def _constants(quantizer: Quantizer) -> dict[str, Any]:
+    """The constants of both kernels."""
+    bias, _, nan = scale_format(quantizer)
+    across, along = quantizer.block
+    return dict(ACROSS=across, ALONG=along, BIAS=bias, NAN=nan, ROWS=TILE, BYTES=TILE)
+
+
 @planned
 def _launch(rows: int, half: int, quantizer: Quantizer) -> Launch:
-    scale, (across, along) = SCALE_FLOATS[quantizer.scale], quantizer.block
-    assert scale.mantissa_bits == MANTISSA
-    constants = dict(ACROSS=across, ALONG=along, BIAS=scale.bias, NAN=scale.nan)
-    constants |= dict(ROWS=TILE, BYTES=TILE)
     types = torch.uint8, torch.uint8, torch.int32, rows, half
     grid = tiles(rows, TILE), tiles(half, TILE)
-    return Launch(decode_kernel, grid, types, constants, num_warps=WARPS)
+    return Launch(decode_kernel, grid, types, _constants(quantizer), num_warps=WARPS)
+
+
+@planned
+def _restore_launch(rows: int, half: int, quantizer: Quantizer, turn: Turn) -> Launch:
+    types = torch.uint8, torch.uint8, torch.float32, torch.float32, rows, half
+    grid = tiles(rows, TILE), tiles(half, TILE)
+    constants = _constants(quantizer) | dict(TURN=turn, INTERPRETED=INTERPRETED)
+    return Launch(restore_kernel, grid, types, constants, num_warps=2 * WARPS)

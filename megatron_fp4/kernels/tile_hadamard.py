@@ -1,7 +1,8 @@
 """Loads a program's tile of a matrix, and applies a Hadamard transform, on tensor cores in BF16.
 
-For kernels that quantize with block scales in E4M3 or UE5M3 (blocks.py). hadamard.py has the
-transform of the MXFP4 kernel, whose tiles are laid out otherwise.
+For kernels that quantize with block scales in E4M3 or UE5M3 (blocks.py), and for the inverse
+(block_values.py). hadamard.py has the transform of the MXFP4 kernel, whose tiles are laid out
+otherwise.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ def turn_of(transform: Transform | None) -> Turn:
 
 
 @triton.jit
-def _matrix(signs_ptr, TURN: tl.constexpr):
-    """The Hadamard matrix, float32 [group, group], whose rows are multiplied by the signs.
+def _matrix(signs_ptr, GROUP: tl.constexpr, SIGNED: tl.constexpr):
+    """The Hadamard matrix, float32 [GROUP, GROUP], whose rows are multiplied by the signs.
 
-    signs_ptr: float32 [group]; read if TURN.SIGNED.
+    signs_ptr: float32 [GROUP]; read if SIGNED.
     """
-    HIGH: tl.constexpr = TURN.GROUP // 16
+    HIGH: tl.constexpr = GROUP // 16
     low = _odd(tl.arange(0, 16)[None, :, None, None] & tl.arange(0, 16)[None, None, None, :])
     high = _odd(tl.arange(0, HIGH)[:, None, None, None] & tl.arange(0, HIGH)[None, None, :, None])
     bits = (high << 31) ^ ((low << 31) | 0x3F800000)
-    if TURN.SIGNED:
-        signs = tl.load(signs_ptr + tl.arange(0, TURN.GROUP)).to(tl.int32, bitcast=True)
+    if SIGNED:
+        signs = tl.load(signs_ptr + tl.arange(0, GROUP)).to(tl.int32, bitcast=True)
         bits ^= tl.reshape(signs & -0x80000000, (HIGH, 16, 1, 1))
-    return tl.reshape(bits.to(tl.float32, bitcast=True), (TURN.GROUP, TURN.GROUP))
+    return tl.reshape(bits.to(tl.float32, bitcast=True), (GROUP, GROUP))
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def _transformed(
     """
     GROUP: tl.constexpr = TURN.GROUP
     ROWS: tl.constexpr = v.numel // GROUP
-    x, h = tl.reshape(v, (ROWS, GROUP)), _matrix(signs_ptr, TURN)
+    x, h = tl.reshape(v, (ROWS, GROUP)), _matrix(signs_ptr, GROUP, TURN.SIGNED)
     # A thread has columns 2 t + 8 j and 2 t + 8 j + 1 of a product, for one t below 4 and all j. In
     # this order of the columns they are 16 neighbours of a row, as in `_read`.
     if GROUP % 64 == 0:
@@ -115,6 +116,27 @@ def _transformed(
         product = tl.permute(product, (0, 1, 3, 2, 4))
     bits = bf16_bits(product * TURN.FACTOR) << 16
     return tl.reshape(bits.to(tl.float32, bitcast=True), (v.shape[0], v.shape[1]))
+
+
+@triton.jit
+def restored(v, signs_ptr, TURN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The inverse of a transform in groups along the rows of a tile: float32 [rows, columns].
+
+    v: float32 [rows, columns] of BF16 values. signs_ptr: float32 [group]; read if TURN.SIGNED.
+
+    Where the elements of a group share a power of two as their scale, their sums are exact. A sum
+    of zero is +0, and -0 after a sign of -1.
+    """
+    x = tl.reshape(v, (v.numel // TURN.GROUP, TURN.GROUP))
+    h = _matrix(signs_ptr, TURN.GROUP, False)
+    if INTERPRETED:  # it would multiply BF16 as integers
+        product = tl.dot(x, h, input_precision="ieee")
+    else:
+        product = tl.dot(x.to(tl.bfloat16), h.to(tl.bfloat16))
+    product *= TURN.FACTOR
+    if TURN.SIGNED:
+        product *= tl.load(signs_ptr + tl.arange(0, TURN.GROUP))[None, :]
+    return tl.reshape(product, (v.shape[0], v.shape[1]))
 
 
 @triton.jit

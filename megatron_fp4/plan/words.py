@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_fp4.arithmetic.hot_channels import HotChannels
+from megatron_fp4.decoding import has_inverse_kernel
 from megatron_fp4.gemms import LETTERS
 from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.plan.data import GemmPlan, LinearPlan
+from megatron_fp4.target import kernels_problem
 
 
 def gemm_words(plan: LinearPlan, gemm: GemmPlan) -> str:
@@ -44,6 +46,8 @@ def kernel_notes(plan: LinearPlan) -> Iterator[str]:
             yield f"not used: {name}: {why}; PyTorch makes {names}"
         if making.maker.transforms_in_pytorch(making.operands[0]):
             yield f"PyTorch transforms {names}, and the {making.maker.name} quantizes the result"
+        if _inverts_in_pytorch(plan, making.operands[0]):
+            yield f"PyTorch undoes the transform of fprop for {names}"
     if isinstance(plan.recipe.outliers, HotChannels):
         yield "no kernel splits hot channels off X: PyTorch does, from X as a matrix"
     if plan.subtracts_mean:
@@ -51,3 +55,14 @@ def kernel_notes(plan: LinearPlan) -> Iterator[str]:
     for name, estimates in (("dW", plan.estimates_w), ("dX", plan.estimates_x)):
         for kernel, why in () if estimates is None else estimates.passed_over:
             yield f"not used: {kernel}: {why}; PyTorch applies the estimator to {name}"
+
+
+def _inverts_in_pytorch(plan: LinearPlan, operand: OperandPlan) -> bool:
+    """Whether PyTorch applies the inverse of fprop's transform to what an operand is made from."""
+    transform = plan.recipe.fprop.hadamard
+    if operand.source != "decoded" or transform is None:
+        return False
+    quantizer = plan.recipe.quantizer("fprop", operand.letter)
+    assert quantizer is not None
+    runs = kernels_problem(plan.setting.target) is None
+    return not (runs and has_inverse_kernel(quantizer, transform.group, operand.dtype))

@@ -1,5 +1,5 @@
-"""Compares the kernels for block scales in small floats (E4M3, UE5M3) with the reference, on a GPU
-or in Triton's interpreter.
+"""Compares the kernels for block scales in small floats (E4M3, UE5M3), and in E8M0 for float32
+matrices, with the reference, on a GPU or in Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m testing.kernels.compare_block_scales [e4m3]
 
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
-from megatron_fp4.arithmetic.formats import SCALE_FLOATS
+from megatron_fp4.arithmetic import hadamard
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, largest_magnitudes
-from megatron_fp4.kernels.block_values import decoded, decodes, dequantized
-from megatron_fp4.kernels.blocks import find_largest, quantize
+from megatron_fp4.arithmetic.quantizer import QuantizedTensor, largest_magnitudes, quantize_matrix
+from megatron_fp4.kernels.block_values import decoded, decodes, dequantized, inverse, restores
+from megatron_fp4.kernels.blocks import find_largest, quantize, scale_format
+from megatron_fp4.kernels.tile_hadamard import Transform
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.block_scales import BlockScaleKernel
 from megatron_fp4.makers.pytorch import PyTorch, make_operand
@@ -68,6 +69,16 @@ QUANTIZERS = {
     ),
 }
 
+# Of float32 matrices.
+POWERS = {
+    "e8m0-ceil-sr": Quantizer(rule="ceil", rounding="stochastic"),
+    "e8m0-ceil": Quantizer(rule="ceil", block=(1, 16)),
+    "e8m0-floor": Quantizer(rule="floor", block=(32, 32)),
+    "e8m0-floor-sr": Quantizer(rule="floor", rounding="stochastic", prescale=0.75),
+    "e8m0-nearest": Quantizer(rule="nearest"),
+    "e8m0-nearest-sr": Quantizer(rule="nearest", rounding="stochastic", block=(1, 16)),
+}
+
 
 def matrix() -> Tensor:
     """BF16 [ROWS, COLUMNS] with magnitudes of all sizes, ties, zeros, NaN and Inf.
@@ -88,9 +99,14 @@ def matrix() -> Tensor:
 
 
 def differences(device: str, of: str = "") -> Iterator[str]:
-    """of: a key of QUANTIZERS, a part of several, or "transformed" and more words of its cases."""
+    """of: a key of QUANTIZERS, a part of several, or "transformed", "float32" or "restored" and
+    more words of its cases."""
     if not of or of.startswith("transformed"):
         yield from transformed(device, of)
+    if not of or of.startswith("float32"):
+        yield from in_float32(device, of)
+    if not of or of.startswith("restored"):
+        yield from restored(device, of)
     x = matrix()
     ordinary = torch.where(x.isfinite() & (x.abs() < 1e20), x, 1.0)
     named = [of] if of in QUANTIZERS else [name for name in QUANTIZERS if of in name]
@@ -136,6 +152,7 @@ def transformed(device: str, of: str = "") -> Iterator[str]:
     every = list(itertools.product((*named, ("four-over-six", 128)), (0, 1), both, (True,)))
     every += [(("ue5m3", 8), 1, torch.bfloat16, True)]
     every += [(("ue5m3", 64), 0, dtype, False) for dtype in both]
+    every += [(("e8m0-ceil-sr", 32), axis, torch.float32, True) for axis in (0, 1)]
     for (name, group), axis, dtype, whole in every:
         if of in f"transformed {name} {group}":
             yield from _transformed(device, name, group, axis, dtype, whole)
@@ -149,7 +166,7 @@ def _transformed(
     x = torch.randn(shape, generator=generator) * 4
     x[5], x[:, 7] = 0, 0
     x = (x.round() if whole else x).to(dtype).to(device)
-    quantizer = QUANTIZERS[name]
+    quantizer = (QUANTIZERS | POWERS)[name]
     step = torch.tensor(5, device=device) if axis else 5
     drawn = Signs(Key(2**63 + 11, step), 0xFFFFFFF1, 3 if axis else None)
     given = Given(signs=drawn if quantizer.scale == "ue5m3" else FIXED_SIGNS if axis else None)
@@ -172,6 +189,57 @@ def _transformed(
             yield f"{name} transformed {axis} {group} {dtype}: the largest magnitude"
 
 
+def in_float32(device: str, of: str = "") -> Iterator[str]:
+    """A line for each float32 matrix whose E8M0 scales or codes are not the reference's.
+
+    of: "float32" and a key of POWERS, or "". Numbers have the bits of float32, next to ties too.
+    """
+    x = matrix().float()
+    generator = torch.Generator().manual_seed(9)
+    x *= 1 + torch.randn(x.shape, generator=generator) * 1e-3
+    x[8:24] = matrix()[8:24].float()
+    x[12:16] = torch.nextafter(x[12:16], torch.full_like(x[12:16], 9))
+    x[16:20] = torch.nextafter(x[16:20], torch.full_like(x[16:20], -9))
+    x[51, :64], x[52] = torch.finfo(torch.float32).max, x[52] * 1e-38
+    for name, quantizer in POWERS.items():
+        for axis in (0, 1) if of in f"float32 {name}." else ():
+            assert BlockScaleKernel().refuses(plan(x, quantizer, axis)) is None
+            noises = [_noise(place, axis == 0) for place in (device, "cpu")]
+            found = quantize(x.to(device), quantizer, axis, noises[0] if quantizer.draws else None)
+            made = made_in_pytorch(x, quantizer, axis, noise=noises[1])
+            told = _differing(found, made) or _decoded_otherwise(found)
+            if told:
+                yield f"float32 {name} {axis}: {told}"
+
+
+def restored(device: str, of: str = "") -> Iterator[str]:
+    """A line for each matrix whose codes' inverse transform is not the reference's.
+
+    of: "restored", the format of the scales and the group's size, or words that begin so. In groups
+    of one block of E8M0 scales sums are exact, and so are all bits, the signs of zeros too. In
+    others float32 numbers may differ by the order of their sums.
+    """
+    both: list[Transform] = [Transform(g, FIXED_SIGNS.vector(g)) for g in (16, 32, 128)]
+    powers, floats = Quantizer(rule="ceil"), QUANTIZERS["ue5m3"]
+    for quantizer, transform in itertools.product((powers, floats), [*both, Transform(64, None)]):
+        group, signs = transform
+        if of not in f"restored {quantizer.scale} {group}":
+            continue
+        assert restores(quantizer, group)
+        x = torch.randn(72, 384, generator=torch.Generator().manual_seed(4)) * 4
+        x[5], x[6], x[7], x[8, 3], x[9, 40] = 0, x[6] * 1e-38, x[7] * 1e30, torch.nan, torch.inf
+        turned = hadamard.transform(x, group, signs).bfloat16()
+        made = quantize_matrix(turned.to(device), quantizer, axis=1)
+        given = None if signs is None else signs.to(device)
+        found = inverse(made, Transform(group, given)).cpu()
+        wanted = hadamard.inverse(made.dequantize(torch.float32).cpu(), group, signs)
+        other = (found.view(torch.int32) != wanted.view(torch.int32)) & ~wanted.isnan()
+        if quantizer is floats or group > quantizer.block[1]:
+            other &= (found - wanted).abs() > 1e-6 * wanted.abs().amax(1, keepdim=True)
+        if other.any() or not torch.equal(found.isnan(), wanted.isnan()):
+            yield f"restored {quantizer.scale} {group}: {int(other.sum())}"
+
+
 def _noise(device: str, is_shard: bool) -> Noise:
     place = Placement()
     if is_shard:
@@ -189,7 +257,7 @@ def _differing(found: QuantizedTensor, made: QuantizedTensor) -> str:
     codes, scales = (int((a.cpu() != b.cpu()).sum()) for a, b in (
         (found.codes, made.codes), (found.scales, made.scales)))  # fmt: skip
     units = [None if q.tensor_scale is None else float(q.tensor_scale) for q in (found, made)]
-    nan = int((made.scales == SCALE_FLOATS[made.quantizer.scale].nan).sum())
+    nan = int((made.scales == scale_format(made.quantizer)[2]).sum())
     tally = found.tally().tolist()
     same = units[0] == units[1] and tally == [0, nan]
     return (

@@ -42,6 +42,14 @@ def test_quantized_operands_take_no_operator(recipe: str, recorded: dict[str, An
         assert found["products"] == (1 if name.startswith("forward") else 2)
 
 
+def test_a_transform_of_fprop_is_undone_by_kernels() -> None:
+    """The backward pass decodes and quantizes X and W again without an operator of PyTorch."""
+    [found] = printed("9.0", "benchmarks/study/ablations/tetrajet-forward-hadamard.yaml").values()
+    # dY, two launches each for X and W, and carriers of all operands.
+    for name, launches in (("backward, makes W", 7), ("backward, reads W", 5)):
+        assert found[name] == {"launches": launches, "products": 2, "operators": []}, name
+
+
 def test_blackwell_s_products_are_launches() -> None:
     """Triton's GEMM of FP4 tensor cores is repeated as a kernel among others. Operators of PyTorch
     look for NaN in the codes, which kernels do where carriers are made of them."""

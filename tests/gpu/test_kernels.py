@@ -45,7 +45,7 @@ def test_codes_with_float32_scales_are_the_reference_s() -> None:
     assert list(differences("cuda")) == []
 
 
-@pytest.mark.parametrize("name", [*QUANTIZERS, "transformed"])
+@pytest.mark.parametrize("name", [*QUANTIZERS, "transformed", "float32", "restored"])
 def test_codes_with_scales_in_small_floats_are_the_reference_s(name: str) -> None:
     from testing.kernels.compare_block_scales import differences
 

@@ -55,6 +55,9 @@ INFLATED = replace(NVFP4, inflate=17 / 16, tensor_max=256.0, prescale=0.9)
 CASES: dict[str, Launch] = {
     "averages.blend_kernel": averages._launch(4, torch.float32),
     "block_values.decode_kernel": block_values._launch(64, 64, INFLATED),
+    "block_values.restore_kernel": block_values._restore_launch(
+        64, 64, Quantizer(), Turn(32, 0.3, True)
+    ),
     "blocks.top_kernel": blocks._find_launch(
         64, 64, INFLATED, 1, Turn(16, 0.3, True), torch.float32
     ),

@@ -28,8 +28,14 @@ QUICK |= {
     "bits without the rank",
     "sums of what is not there",
     "a product is rounded before it is added",
+    "float32 is read as BF16",
 }
-SLOW = {"1/2 is decoded as 3/4", "halves go down", "gradients in each other's half"}
+SLOW = {
+    "a restored zero has no sign",
+    "1/2 is decoded as 3/4",
+    "halves go down",
+    "gradients in each other's half",
+}
 
 
 def marks(name: str) -> Any:

@@ -9,7 +9,7 @@ import triton.language as tl
 from megatron_fp4.kernels import blocks
 from megatron_fp4.kernels.launch import Launch, kernel
 from megatron_fp4.kernels.tile_hadamard import GROUPS, NO_TURN, Turn
-from testing.kernels.compare_block_scales import QUANTIZERS
+from testing.kernels.compare_block_scales import POWERS, QUANTIZERS
 from testing.kernels.compiling import compiled_launch
 from testing.kernels.reductions import scattered_reductions
 
@@ -33,6 +33,14 @@ def test_warps_along_a_reduced_axis_have_neighbouring_bits(
         starts.append(blocks._find_launch(96, 160, quantizer, axis, turn, torch.bfloat16))
     for start in starts:
         assert scattered_reductions(compiled_launch(start, 90)["ttgir"]) == []
+
+
+@pytest.mark.parametrize("axis", [0, pytest.param(1, marks=pytest.mark.outside)])
+@pytest.mark.parametrize("block", [16, 32])
+def test_so_they_have_in_float32_matrices(block: int, axis: int) -> None:
+    quantizer = replace(POWERS["e8m0-ceil-sr"], block=(1, block))
+    start = blocks._cast_launch(96, 160, quantizer, axis, False, False, NO_TURN, torch.float32)
+    assert scattered_reductions(compiled_launch(start, 90)["ttgir"]) == []
 
 
 @kernel(fp_fusion=False)

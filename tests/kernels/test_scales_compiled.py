@@ -112,6 +112,38 @@ def test_transforms_fit_the_registers(
 
 
 @pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_casts_of_float32_with_powers_of_two_compile(
+    rounding: Any, axis: int, capability: int
+) -> None:
+    """No number is flushed to 0, nothing is divided, and all registers suffice."""
+    quantizer = Quantizer(rule="ceil", rounding=rounding)
+    start = blocks._cast_launch(4096, 4096, quantizer, axis, False, False, NO_TURN, FP32)
+    asm = compiled_launch(start, capability)
+    assert ".ftz" not in asm["ptx"] and "div." not in asm["ptx"]
+    assert "ld.global.v4.b32" in asm["ptx"]
+    assert "STL" not in sass(asm["cubin"])
+    if (rounding, axis, capability) == ("stochastic", 0, 90):  # Negative control: one warp.
+        assert "STL" in sass(compiled_launch(start, 90, num_warps=1)["cubin"])
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize(
+    "group", [32, *(pytest.param(g, marks=pytest.mark.slow) for g in (16, 128))]
+)
+def test_inverse_transforms_compile(group: int, capability: int) -> None:
+    """They are products on tensor cores, write whole lines, and keep small numbers."""
+    turn = Turn(group, group**-0.5, True)
+    start = block_values._restore_launch(4096, 2048, Quantizer(rule="ceil"), turn)
+    asm = compiled_launch(start, capability)
+    assert "mma" in asm["ptx"] and ".ftz" not in asm["ptx"]
+    assert "st.global.v4.b32" in asm["ptx"] and "STL" not in sass(asm["cubin"])
+    if (group, capability) == (128, 90):  # Negative control: a tile is held by one warp.
+        assert "STL" in sass(compiled_launch(start, 90, num_warps=1)["cubin"])
+
+
+@pytest.mark.parametrize("capability", GPUS)
 def test_decoding_reads_and_writes_whole_words(capability: int) -> None:
     decode = block_values._launch(4096, 2048, get_quantizer("nvfp4"))
     ptx = compiled_launch(decode, capability)["ptx"]

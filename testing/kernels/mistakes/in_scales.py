@@ -11,6 +11,7 @@ from megatron_fp4.kernels import (
     block_values,
     blocks,
     encode,
+    float_blocks,
     float_scales,
     four_over_six,
     fp8_scales,
@@ -18,6 +19,7 @@ from megatron_fp4.kernels import (
     philox,
     quotients,
     rows,
+    scale_rules,
     tile_hadamard,
 )
 from testing.kernels.mistakes.injection import Mistake, argument, result
@@ -100,6 +102,10 @@ def _in_scales(right: Any, v: Any, code: Any, tensor_scale: Any, BIAS: Any, ALON
     return right(v, code, tensor_scale, BIAS, ALONG) / scale
 
 
+def _cut_to_bf16(v: Any) -> Any:
+    return (v.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+
+
 BLOCK_SCALES = {
     "up is nearest": Mistake("ue5m3-up", float_scales.code_of, argument("UP", lambda _: False)),
     "subnormal scales go down": Mistake("e4m3-up-sr", float_scales.code_of, _subnormal_scales_down),
@@ -129,6 +135,24 @@ BLOCK_SCALES = {
     "no NaN": Mistake("ue5m3", blocks._scale_byte, argument("NAN", lambda _: 0)),
     "signs after the transform": Mistake(
         "transformed", tile_hadamard._matrix, result(lambda h: tl.trans(h))
+    ),
+    "float32 is read as BF16": Mistake("float32 e8m0-ceil-sr", blocks.loaded, result(_cut_to_bf16)),
+    "one and a half is too large": Mistake(
+        "float32 e8m0-ceil.", scale_rules.power_code, argument("maxima", lambda m: m * 1.0000002)
+    ),
+    "nothing is nearer below": Mistake(
+        "float32 e8m0-nearest.", scale_rules.power_code, argument("RULE", lambda _: "floor")
+    ),
+    "the smallest power is zero": Mistake(
+        "float32 e8m0-floor-sr", float_blocks.e8m0_scale, argument("byte", lambda b: b + (b == 0))
+    ),
+    "restored without signs": Mistake(
+        "restored e8m0 32",
+        block_values._restore_launch,
+        argument("turn", lambda turn: turn._replace(SIGNED=False)),
+    ),
+    "a restored zero has no sign": Mistake(
+        "restored e8m0 32", tile_hadamard.restored, result(lambda found: found + 0.0)
     ),
     "magnitudes alone": Mistake(
         "e4m3", block_values.bf16_of, argument("code", lambda code: code & 7)
