@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.estimate_rows import steps
-from benchmarks.study import recipes_page
+from benchmarks.study import comparison
 from benchmarks.study.gaps import Gap
 from benchmarks.study.recipe_facts import step_of
 from megatron_fp4 import get_recipe
@@ -245,7 +245,7 @@ def test_the_step_beside_fused_fp8() -> None:
 
 
 def test_the_loss_beside_fp8() -> None:
-    found = recipes_page.comparison()
+    found = comparison.read()
 
     def above(name: str, seeds: int) -> Gap:
         gap = found.gap(name)

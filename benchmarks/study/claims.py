@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from benchmarks.study import papers
 from benchmarks.study.claims_of_parts import CLAIMS_OF_PARTS
+from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.verdicts import Claim, Pair
 
 BLOCKS_32 = "tools.sweep.building:combined,rule=ceil,backward_rule=ceil"
@@ -16,15 +17,9 @@ UE5M3 = (
 # X and W of fprop.
 SR, SR_OF_DY = ",rounding=backward", ",rounding=gradients"
 TRANSFORM = ",hadamard=backward,group=32"
-FOLDER = "benchmarks/study/candidates"
 OFTEN = "tetrajet-ramping,ramping_interval_share=0.1"  # calibrates after every tenth of a run
 RAMPING = f"{OFTEN},ramping_calibration=10"
 SPACE, OSCILLATION = "design-space.md", "notes/oscillation.md"
-
-
-def candidate(name: str) -> str:
-    """The recipe file of a candidate."""
-    return f"{FOLDER}/{name}.yaml"
 
 
 # Rows of design-space.md: in which formats of scales a change is made.

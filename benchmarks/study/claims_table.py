@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.study import tables
 from benchmarks.study.claims import CLAIMS, SPACE
 from benchmarks.study.gap_words import NOT_RUN, gap_and_seeds, label
-from benchmarks.study.gaps import Cell, Gap, gap
+from benchmarks.study.gaps import Cell, gap
 from benchmarks.study.papers import PAPERS
 from benchmarks.study.recipe_facts import RESULTS
 from benchmarks.study.small_models import earlier_numerics, runs_of_study
@@ -39,11 +39,13 @@ def claims_table(rows: list[Row], first: Cell) -> list[str]:
 
 def seen_of_pair(rows: list[Row], first: Cell, claim: Claim, pair: Pair) -> list[str]:
     """[what was seen of the claim of a pair, its verdict]."""
-    where, own = of_pair(rows, first, pair)
+    where, own, cell = place_of(rows, first, pair)
     names = f"{_short(pair.recipe)} minus {_short(pair.against)}, {where}"
-    if own is None:
+    found = None if cell is None else gap(own, cell, pair.recipe, pair.against)
+    if cell is None or found is None:
         return [f"{names}: {NOT_RUN}", NOT_RUN]
-    return [f"{names}: {gap_and_seeds(own)}", verdict(own, claim.expects, claim.most)]
+    told = verdict(found, claim.expects, claim.most, cell.size)
+    return [f"{names}: {gap_and_seeds(found)}", told]
 
 
 def seen_of_effects(space: str, claim: Claim) -> list[str]:
@@ -60,24 +62,24 @@ def seen_of_effects(space: str, claim: Claim) -> list[str]:
     return [f"{place}: {'; '.join(seen)}", claim.verdict or "; ".join(verdicts)]
 
 
-def of_pair(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, Gap | None]:
-    """Compares the two recipes of a pair in the study that it names.
+def place_of(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, list[Row], Cell | None]:
+    """Where the two recipes of a pair are compared.
 
     rows, first: the runs and the cell of a pair that names no study, as in `claims_table`.
 
-    Returns (place, gap). place: where they are compared, in words, as in "`recipes-3M`, 3M, 25M
-    tokens, rate 0.0015"; of a study without runs its name alone. gap: the losses of the first
-    recipe minus those of the second; None if one of them was not run there.
+    Returns (words, runs, cell). words: as in "`recipes-3M`, 3M, 25M tokens, rate 0.0015"; of a
+    study without runs its name alone. runs: the finished ones of the study. cell: that of its
+    longest runs with the pair's learning rate; None of a study without runs.
     """
     if not pair.study:
-        return label(first), gap(rows, first, pair.recipe, pair.against)
+        return label(first), rows, first
     own, _ = runs_of_study(pair.study)
     cells = [cell for cell in tables.cells(own) if pair.rate in (None, cell.learning_rate)]
     study = f"[`{pair.study}`](study.md#run-a-matrix){earlier_numerics(own)}"
     if not cells:  # no run of the study has finished
-        return study, None
-    where = f"{study}, {label(cells[-1])}"
-    return where, gap(own, cells[-1], pair.recipe, pair.against)
+        return study, own, None
+    longest = max(cells, key=lambda cell: cell.steps)
+    return f"{study}, {label(longest)}", own, longest
 
 
 def _short(entry: str) -> str:

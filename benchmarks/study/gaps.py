@@ -19,12 +19,16 @@ _FIRST = 20_250_220  # the bootstrap's seed: the same rows give the same interva
 
 
 class Cell(NamedTuple):
-    """What runs have in common that are compared: all but recipe and seeds. text: its SHA-256."""
+    """What runs have in common that are compared: all but recipe and seeds.
+
+    text: its SHA-256. numerics: the version of docs/numerics.md; runs of two are not comparable.
+    """
 
     text: str
     size: str
     steps: int
     learning_rate: float
+    numerics: int
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ def spread(values: Iterable[float]) -> float | None:
 
 def cell_of(row: Row) -> Cell:
     """What the runs that a finished run is compared with have in common with it."""
-    point = point_of(row["configuration"])
-    return Cell(row["configuration"]["text"], point.size, point.steps, point.learning_rate)
+    of = row["configuration"]
+    point = point_of(of)
+    return Cell(of["text"], point.size, point.steps, point.learning_rate, of["numerics"])
 
 
 def runs_of(rows: Iterable[Row], cell: Cell, recipe: str) -> list[Row]:
@@ -98,10 +103,19 @@ def losses(
     """
     found: dict[int, list[float]] = {}
     for row in runs_of(rows, cell, recipe):
-        ends = row.get("evaluated", {}) if entry else {None: row["held_out"][-1][1]}
-        if entry in ends:
-            found.setdefault(row["configuration"]["seed"], []).append(ends[entry])
+        loss = _loss_of(row, entry)
+        if loss is not None:
+            found.setdefault(row["configuration"]["seed"], []).append(loss)
     return found
+
+
+def _loss_of(row: Row, entry: str | None) -> float | None:
+    """The held-out loss at the end of a finished run, in the precision of `entry` as in `losses`;
+    None if it was not evaluated in that."""
+    if entry is not None:
+        return row.get("evaluated", {}).get(entry)
+    loss: float = row["held_out"][-1][1]
+    return loss
 
 
 def gap(rows: list[Row], cell: Cell, recipe: str, against: str) -> Gap | None:

@@ -1,106 +1,29 @@
-"""The tables of docs/recipes.md, which compare the recipes: of all studies' committed results."""
+"""The tables and the picture of docs/recipes.md, and the table of the README, from results."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-from benchmarks.study import matrix, results, showing, tables
-from benchmarks.study.claims import candidate
+from benchmarks.study import comparison, matrix, tables
 from benchmarks.study.claims_table import claims_table
+from benchmarks.study.comparison import Comparison
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells, perplexity
-from benchmarks.study.gaps import Cell, Gap, cell_of, gap
+from benchmarks.study.gaps import Cell
 from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
-from benchmarks.study.recipe_facts import LINEARS, RESULTS, Bits, bits, linear_of, step_of
+from benchmarks.study.recipe_facts import LINEARS, Bits, bits, linear_of, step_of
 from benchmarks.study.recipe_facts import words as words_of
 from benchmarks.study.sizes import SIZES
 from benchmarks.study.small_models import small_table
-from megatron_fp4 import Recipe, list_recipes
+from megatron_fp4 import Recipe
 from megatron_fp4.estimate.plans import BF16 as UNQUANTIZED
 from tools import pages
 from tools.pages import table
-from tools.rows import Row
 
-# Recipes under whose names the page has the runs of a file: the runs are from before the recipe was
-# registered, and the file is equal to it.
-OWN = {"tetrajet-fp8": candidate("fp8-ends-then-fp8")}
-MATRICES = ["recipes", "candidates", "sizes"]  # of the same text and rate
 # Recipes of the picture; those that the tables have besides would crowd it.
 PICTURED = ["fp8", "tetrajet-fp8", "four-over-six", "mxfp4-rht-sr", "tetrajet", "mxfp4"]
 NOT_MEASURED = "not measured"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The finished runs of MATRICES, each once.
-
-    rows: with the names of OWN in place of its files. planned: how many runs the matrices have.
-    failed: the runs that failed for good. candidates: the recipe files that the matrices name.
-    """
-
-    rows: list[Row]
-    planned: int
-    failed: list[Row]
-    candidates: list[str]
-
-    @cached_property
-    def cells(self) -> list[Cell]:
-        """The cells in which a recipe has a gap to BF16; the one with the most runs first."""
-        found = [cell for cell in tables.cells(self.rows) if self._compared(cell)]
-        counts = Counter(map(cell_of, self.rows))
-        return sorted(found, key=lambda cell: (-counts[cell], [*SIZES].index(cell.size), cell))
-
-    def gap(self, name: str, cell: Cell | None = None) -> Gap | None:
-        """The gap of a recipe to BF16 in a cell; None is the first cell."""
-        return gap(self.rows, cell or self.cells[0], name, BF16)
-
-    @cached_property
-    def registered(self) -> list[str]:
-        """The registered recipes, those that were run with options too, as `_in_order` has them."""
-        return self._in_order(
-            [*list_recipes(), *(n for n in tables.recipes(self.rows) if "," in n)]
-        )
-
-    @cached_property
-    def others(self) -> list[str]:
-        """The candidates, as `_in_order` has them."""
-        return self._in_order([each for each in self.candidates if each not in OWN.values()])
-
-    def _in_order(self, names: list[str]) -> list[str]:
-        """By their gap, the lowest first; then those that were not run, by name."""
-        gaps = {name: found.mean for name in names if (found := self.gap(name)) is not None}
-        return [*sorted(gaps, key=gaps.__getitem__), *sorted(set(names) - gaps.keys())]
-
-    def _compared(self, cell: Cell) -> bool:
-        names = [name for name in tables.recipes(self.rows) if name != BF16]
-        return any(gap(self.rows, cell, name, BF16) is not None for name in names)
-
-
-def comparison(folder: Path = RESULTS) -> Comparison:
-    """What the result files of `folder` have of MATRICES. Raises StudyError if no run of a recipe
-    has finished."""
-    studies = [matrix.read(name) for name in MATRICES]
-    rows = [row for name in MATRICES for row in results.read(folder / f"study-{name}.jsonl")]
-    finished: dict[str, Row] = {}
-    failed: dict[str, Row] = {}
-    for study in studies:
-        for kind, own in zip((finished, failed), showing.rows_of(study, rows), strict=True):
-            kind.update({row["hash"]: row for row in own})
-    points = dict.fromkeys(point for study in studies for point in study.points())
-    entries = dict.fromkeys(point.recipe for point in points)
-    found = Comparison(
-        [_named(row) for row in finished.values()],
-        len(points),
-        [*failed.values()],
-        [entry for entry in entries if entry.endswith(".yaml")],
-    )
-    if not found.cells:
-        raise StudyError("no run of a recipe beside BF16 has finished: run the matrix recipes")
-    return found
 
 
 def sections(found: Comparison) -> dict[str, str]:
@@ -112,11 +35,11 @@ def sections(found: Comparison) -> dict[str, str]:
         "\n".join([*tables.about(found.rows, found.planned), *tables.failures(found.failed)]),
         "\n".join(loss_table(found, [BF16, *found.registered])),
         "The candidates, which are recipe files:",
-        "\n".join(loss_table(found, found.others)),
+        "\n".join(loss_table(found, found.candidates)),
     ]
     return {
         "recipes: losses": "\n\n".join(losses),
-        "recipes: words": "\n".join(words_table([*found.registered, *found.others])),
+        "recipes: words": "\n".join(words_table([*found.registered, *found.candidates])),
         "recipes: small models": "\n".join(small_table()),
         "recipes: claims": "\n".join(claims_table(found.rows, found.cells[0])),
     }
@@ -125,14 +48,14 @@ def sections(found: Comparison) -> dict[str, str]:
 def head(found: Comparison) -> str:
     """The first rows and columns of the first table, for the README: the recipes with results."""
     names = [name for name in found.registered if found.gap(name) is not None]
-    others = _others(found, names)
+    later = _later_cells(found, names)
     heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio"]
-    heads += [*_heads_of(others), "step, times BF16"]
+    heads += [*_heads_of(later), "step, times BF16"]
     body = [
         [
             _linked(name, ""),
             *loss_cells(found.gap(name))[:3],
-            *_in_cells(found, name, others),
+            *_in_cells(found, name, later),
             speed(name, "")[0],
         ]
         for name in names
@@ -142,20 +65,20 @@ def head(found: Comparison) -> str:
 
 def loss_table(found: Comparison, names: list[str]) -> list[str]:
     """What the recipes cost in loss, how fast they are, and their bits."""
-    others = _others(found, names)
+    later = _later_cells(found, names)
     heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio", "mean is"]
-    heads += [*_heads_of(others), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
+    heads += [*_heads_of(later), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
     body = []
     for name in names:
         line = [_linked(name, "../"), *loss_cells(None if name == BF16 else found.gap(name))]
         if name == BF16:
             line = [f"`{BF16}`", "", "0", "1", ""]
-        line += _in_cells(found, name, others)
+        line += _in_cells(found, name, later)
         body.append([*line, *speed(name, "../"), *_bits(_recipe(name))])
     return table(heads, body)
 
 
-def _others(found: Comparison, names: list[str]) -> list[Cell]:
+def _later_cells(found: Comparison, names: list[str]) -> list[Cell]:
     """The cells after the first one in which any of these recipes has a gap."""
     quantized = [name for name in names if name != BF16]
     return [c for c in found.cells[1:] if any(found.gap(name, c) for name in quantized)]
@@ -234,7 +157,7 @@ def write(page: Path | None, readme: Path | None, picture: Path | None) -> None:
     """Writes the tables between the marker lines of `page`, and their head into `readme`; prints
     what has no file. Draws `picture`. Raises StudyError if there is no such page, or no such lines
     in it."""
-    found = comparison()
+    found = comparison.read()
     if picture is not None:
         draw_over_tokens(panels(found), picture)
     heads = {"recipes: head": head(found)}
@@ -254,13 +177,6 @@ def into(page: str, made: dict[str, str]) -> str:
     for name, section in made.items():
         page = pages.into(page, name, section)
     return page
-
-
-def _named(row: Row) -> Row:
-    """A row under the name of OWN, where its recipe is a file of it."""
-    names = {file: name for name, file in OWN.items()}
-    entry = row["configuration"]["recipe"]
-    return row | {"configuration": row["configuration"] | {"recipe": names.get(entry, entry)}}
 
 
 def _linked(name: str, up: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.study import results, tables
-from benchmarks.study.configuration import point_of
+from benchmarks.study.configuration import configuration, point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.matrix import Matrix, Point
 from benchmarks.study.pictures import draw
@@ -16,16 +16,27 @@ from tools.rows import Row
 def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """(finished, failed) runs of the matrix, of a result file that may have other runs too.
 
-    Of several runs of a point, as of two numerics versions, the last counts.
+    Runs with other flags than the matrix has now do not count. Of several runs of a point, as of
+    two numerics versions, the last counts.
     """
     points = set(matrix.points())
 
     def latest(runs: dict[str, Row]) -> dict[Point, Row]:
-        found = {point_of(row["configuration"]): row for row in runs.values()}
-        return {point: row for point, row in found.items() if point in points}
+        found = {}
+        for row in runs.values():
+            point = point_of(row["configuration"])
+            if point in points and _has_the_flags(matrix, point, row):
+                found[point] = row
+        return found
 
     finished, failed = latest(results.finished(rows)), latest(results.failed(rows))
     return [*finished.values()], [row for point, row in failed.items() if point not in finished]
+
+
+def _has_the_flags(matrix: Matrix, point: Point, row: Row) -> bool:
+    """Whether a run was launched with the flags and ranks that the matrix has for its point."""
+    now, own = configuration(matrix, point, row["text"]), row["configuration"]
+    return all(own.get(key) == now.get(key) for key in ("flags", "ranks"))
 
 
 def section(matrix: Matrix, rows: list[Row]) -> str:

@@ -6,11 +6,11 @@ import statistics
 
 import pytest
 
-from benchmarks.study import matrix, recipes_page, results
-from benchmarks.study.claims import candidate
-from benchmarks.study.claims_of_parts import CLAIMS_OF_PARTS, LARGE, SMALL, ablation
+from benchmarks.study import comparison, matrix, results
+from benchmarks.study.claims_of_parts import CLAIMS_OF_PARTS, LARGE, SMALL
 from benchmarks.study.gaps import gap
 from benchmarks.study.matrix import BF16
+from benchmarks.study.recipe_paths import ablation, candidate
 from benchmarks.study.verdicts import NOISE
 from tests.benchmarks.study.prose import ROOT, prose
 
@@ -73,7 +73,7 @@ def test_the_parts_of_dge_occ(losses: Losses) -> None:
     assert f"Without DGE it is {above} above BF16, as `four-over-six` is ({six})." in STUDY
     with_dge = f"{whole - losses[BF16]:.3f}"
     assert f"it ends {above} above BF16, and not {with_dge} (one seed)" in RECIPES
-    found = recipes_page.comparison()
+    found = comparison.read()
     on_tetrajet = gap(found.rows, found.cells[0], candidate("tetrajet-dge"), "tetrajet")
     assert on_tetrajet is not None
     says = (
@@ -85,7 +85,7 @@ def test_the_parts_of_dge_occ(losses: Losses) -> None:
 def test_a_last_phase_after_an_nvfp4_recipe(losses: Losses) -> None:
     ended = losses[ablation("four-over-six-then-fp8")]
     lower, above = losses["four-over-six"] - ended, ended - losses[BF16]
-    found = recipes_page.comparison()
+    found = comparison.read()
     then, own = (
         paired.by_seed[1]
         for name in (candidate("tetrajet-then-fp8"), "tetrajet-fp8")

@@ -192,6 +192,15 @@ def test_a_claim_may_allow_a_difference() -> None:
     assert verdict(Gap({1: 0.07, 2: 0.072, 3: 0.071, 4: 0.07}), "equal", 0.065) == "not held"
 
 
+def test_one_seed_of_another_size_decides_nothing() -> None:
+    """The noise of single runs was measured at 26M; those of the 3M model are further apart."""
+    for loss, says in ((0.02, "not held, one seed"), (-0.02, "held, one seed")):
+        assert verdict(Gap({3: loss}), "lower") == verdict(Gap({3: loss}), "lower", 0.0, "26M")
+        assert verdict(Gap({3: loss}), "lower") == says
+        assert verdict(Gap({3: loss}), "lower", 0.0, "3M") == "not told"
+    assert verdict(Gap({1: 0.02, 2: 0.021}), "lower", 0.0, "3M") == "not held"
+
+
 @pytest.mark.parametrize("seeds", [2, 3])
 def test_the_interval_of_few_seeds_decides_nothing(seeds: int) -> None:
     """The mistake: two or three seeds below the figure of a claim count as a whole interval."""

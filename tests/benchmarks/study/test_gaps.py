@@ -10,13 +10,14 @@ import pytest
 
 from benchmarks.study.configuration import configuration, hash_of
 from benchmarks.study.gap_words import gap_and_seeds
-from benchmarks.study.gaps import ENOUGH, Cell, Gap, bootstrap, gap, spread
+from benchmarks.study.gaps import ENOUGH, Cell, Gap, bootstrap, cell_of, gap, spread
 from benchmarks.study.matrix import Matrix, Point
+from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from tools.installed_text import Text
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
 MATRIX = Matrix("test", "a test", Text(2, 1024), [])
-CELL = Cell("5e4f", "tiny", 60, 1e-3)
+CELL = Cell("5e4f", "tiny", 60, 1e-3, NUMERICS_VERSION)
 
 
 def row(recipe: str, seed: int, loss: float, rounding_seed: int | None = None) -> dict[str, Any]:
@@ -45,8 +46,18 @@ def test_gaps_are_paired_by_the_seed_of_the_data() -> None:
 
 def test_other_cells_do_not_count() -> None:
     rows = [row("bf16", 1, 5.0), row("tetrajet", 1, 5.1)]
-    for change in ({"steps": 61}, {"learning_rate": 2e-3}, {"text": "0"}, {"size": "26M"}):
+    for change in (
+        {"steps": 61}, {"learning_rate": 2e-3}, {"text": "0"}, {"size": "26M"}, {"numerics": 1},
+    ):  # fmt: skip
         assert gap(rows, CELL._replace(**change), "tetrajet", "bf16") is None
+
+
+def test_runs_of_two_numerics_versions_are_not_paired() -> None:
+    """The mistake: a recipe that was run anew is compared with runs from before."""
+    earlier, now = row("tetrajet", 1, 5.1), row("bf16", 1, 5.0)
+    earlier["configuration"] |= {"numerics": NUMERICS_VERSION - 1}
+    for cell in {cell_of(each) for each in (earlier, now)}:
+        assert gap([earlier, now], cell, "tetrajet", "bf16") is None
 
 
 def test_rounding_seeds_are_averaged_before_seeds_are_compared() -> None:

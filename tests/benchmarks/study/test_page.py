@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 
 from benchmarks.study import matrix, pictures, results, showing, tables
 from benchmarks.study.__main__ import default_results, main
-from benchmarks.study.configuration import hash_of
+from benchmarks.study.configuration import configuration, hash_of, point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Gap, gap
+from benchmarks.study.matrix import Point
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.arithmetic.estimators import Estimator
 from tools.sweep import llama
@@ -258,16 +260,29 @@ def test_the_last_run_of_a_point_counts() -> None:
     name = "recipes-3M"
     study, rows = matrix.read(name), rows_of(name)
     step, loss = rows[0]["held_out"][-1]
-    configuration = rows[0]["configuration"] | {"numerics": 99}
-    anew = {"hash": hash_of(configuration), "configuration": configuration}
+    other = rows[0]["configuration"] | {"numerics": 99}
+    anew = {"hash": hash_of(other), "configuration": other}
     again = rows[0] | anew | {"held_out": [[step, loss + 1.0]]}
     finished, failed = showing.rows_of(study, [*rows, again])
     assert len(finished) == len(rows) and again in finished and rows[0] not in finished
-    error = {"hash": "f", "status": "failed", "configuration": configuration, "error": "it broke"}
+    failure = {"hash": "f", "status": "failed", "error": "it broke"}
+    error = failure | {"configuration": other, "text": rows[0]["text"]}
     finished, failed = showing.rows_of(study, [*rows, error, error])
     assert rows[0] in finished and failed == []
     _, failed = showing.rows_of(study, [*rows[1:], error, error])
     assert failed == [error]
+
+
+def test_runs_with_other_flags_than_the_matrix_has_do_not_count() -> None:
+    """The mistake: after a change of the matrix its earlier runs stand beside the new ones."""
+    study, rows = matrix.read("few-bits-ddp"), rows_of("few-bits-ddp")
+    finished, _ = showing.rows_of(study, rows)
+    assert len(finished) == len(rows)
+    for changed in (replace(study, flags="--weight-decay 0"), replace(study, ranks=1)):
+        assert showing.rows_of(changed, rows) == ([], [])
+        assert {point_of(row["configuration"]) for row in rows} == {*changed.points()}
+    evaluated = replace(study, evaluate_in=["bf16"])  # which changes no training
+    assert showing.rows_of(evaluated, rows)[0] == finished
 
 
 @pytest.mark.parametrize("name", UNFINISHED)
@@ -354,9 +369,10 @@ def test_rounding_seeds_have_a_column_where_there_are_any() -> None:
 
 
 def test_failures_are_listed(tmp_path: Path) -> None:
-    point = ROWS[0]["configuration"] | {"recipe": "mxfp4", "rounding_seed": 1}
+    point, text = Point("mxfp4", "tiny", 1e-3, 60, 1, 1), ROWS[0]["text"]
     failed: dict[str, Any] = {
-        "hash": "f", "status": "failed", "configuration": point, "error": "RuntimeError: x",
+        "hash": "f", "status": "failed", "configuration": configuration(TINY, point, text),
+        "text": text, "error": "RuntimeError: x",
     }  # fmt: skip
     found = showing.section(TINY, [ROWS[0], failed, failed])
     assert "- Failed: mxfp4, tiny, 60 steps, learning rate 0.001, seed 1: RuntimeError: x" in found

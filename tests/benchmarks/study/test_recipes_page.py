@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.study import pictures, recipe_facts, recipes_page, tables
+from benchmarks.study import comparison, pictures, recipe_facts, recipes_page, tables
 from benchmarks.study.__main__ import main
-from benchmarks.study.claims import candidate
+from benchmarks.study.comparison import OWN, Comparison
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Gap, gap
 from benchmarks.study.matrix import BF16, recipe_of
 from benchmarks.study.pictures import draw_over_tokens, held_out_gaps
-from benchmarks.study.recipes_page import OWN, Comparison
+from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.sizes import SIZES
 from benchmarks.study.small_models import earlier_numerics, runs_of_study
 from benchmarks.study.verdicts import NOISE
@@ -30,7 +30,7 @@ from megatron_fp4.estimate.plans import recipe_named
 
 ROOT = Path(__file__).parents[3]
 PAGE, README = ((ROOT / name).read_text() for name in ("docs/recipes.md", "README.md"))
-FOUND = recipes_page.comparison()
+FOUND = comparison.read()
 CELL = FOUND.cells[0]
 
 
@@ -318,7 +318,7 @@ def test_a_page_without_marker_lines_is_refused(tmp_path: Path) -> None:
     page.write_text("no marks")
     assert main(["recipes", "--page", str(page), "--readme", str(ROOT / "README.md")]) == 2
     with pytest.raises(StudyError, match="no run of a recipe"):
-        recipes_page.comparison(tmp_path)
+        comparison.read(tmp_path)
 
 
 def test_tokens_a_second_stand_beside_bf16_s_of_the_same_file() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.study import recipe_facts, recipes_page, results
+from benchmarks.study import comparison, recipe_facts, recipes_page, results
 from megatron_fp4.estimate.plans import recipe_named
 from tests.benchmarks.study.prose import ROOT, prose
 
-FOUND = recipes_page.comparison()
+FOUND = comparison.read()
 
 
 def course(name: str, size: str) -> dict[int, float]:
