@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from benchmarks.study import comparison, matrix, results
+from benchmarks.study import comparison, matrix, results, tables
 from benchmarks.study.claims_of_parts import CLAIMS_OF_PARTS, LARGE, SMALL
 from benchmarks.study.gaps import gap
 from benchmarks.study.matrix import BF16
@@ -51,7 +51,9 @@ def test_one_pass_of_tetrajet_alone(losses: Losses) -> None:
     )
     assert f"with fprop in BF16, ends {back} above BF16." in STUDY
     assert f"in BF16, ends {forward} above, and the whole recipe {whole}." in STUDY
-    assert f"That of `tetrajet` alone costs {back}" in STUDY
+    assert (
+        f"That of `tetrajet` alone costs {back}, and the forward pass of `tetrajet` alone {forward}"
+    ) in STUDY
     assert f"`tetrajet`'s alone {back} at 26M" in prose("docs/design-space.md")
 
 
@@ -61,8 +63,7 @@ def test_an_evaluation_in_bf16(losses: Losses) -> None:
     assert (
         f"of the same kind, with `--fp4-eval-forward bf16`, ends {above:.3f} above BF16." in STUDY
     )
-    assert 0.3 < (whole - above) / whole < 0.37  # "about a third"
-    assert f"evaluated in BF16 is {whole - above:.3f} lower than in FP4" in RECIPES
+    assert f"Evaluated in MXFP4 it ends {whole:.3f} above BF16; a second training" in STUDY
 
 
 def test_the_parts_of_dge_occ(losses: Losses) -> None:
@@ -111,6 +112,27 @@ def test_what_is_below_the_noise_of_one_run(losses: Losses) -> None:
     assert f"clips, and {plain:.3f} lower without the transform." in STUDY
     assert f"`tetrajet` ends {higher:.3f} higher with the mean of X multiplied apart" in STUDY
     assert f"by less than the noise of one run ({higher:.3f} higher)" in RECIPES
+
+
+def test_the_parts_at_3m_decide_nothing_yet() -> None:
+    rows = results.read(ROOT / f"benchmarks/results/study-{SMALL}.jsonl")
+    [cell] = tables.cells(rows)
+    gaps = {name: gap(rows, cell, name, BF16) for name in tables.recipes(rows) if name != BF16}
+    found = {name: each.by_seed for name, each in gaps.items() if each is not None}
+    spread = max(max(own.values()) - min(own.values()) for own in found.values())
+    parts = {name: own[3] for name, own in found.items() if [*own] == [3]}
+    whole = {name: own[3] for name, own in found.items() if [*own] == [1, 2, 3]}
+    assert len(parts) + len(whole) == len(found)
+    named = {name: "four-over-six" if name.endswith(".yaml") else name for name in parts}
+    of = {name: max((w for w in whole if named[name].startswith(w)), key=len) for name in parts}
+    changes = {name: abs(loss - whole[of[name]]) for name, loss in parts.items()}
+    assert not any(name.startswith("tetrajet") for name in parts)
+    most = max(changes, key=changes.__getitem__)
+    assert most == "dge-occ,occ=false" and changes[most] < spread
+    says = f"the differences of one recipe from BF16 are up to {spread:.3f} apart over the seeds."
+    assert (
+        f"{says} The largest difference of a part is {changes[most]:.3f} (the clamp of `dge-occ`)."
+    ) in STUDY
 
 
 def test_both_recipes_of_a_claim_are_in_its_matrix() -> None:

@@ -145,7 +145,7 @@ def test_the_legend_has_the_numbers_of_seeds() -> None:
     assert (ENOUGH, NOISE) == (4, 0.01)
     for said in (
         "From four seeds on its 95% interval by bootstrap follows, as (a to b). Of two or three ",
-        "or below 0.01 with one to three seeds; of a claim with a figure",
+        "below 0.01 with one to three seeds, or of one seed at another size than 26M. Of a claim ",
         "With four or more seeds such a claim also held if the whole interval is at or below",
     ):
         assert said in text, said

@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.study.configuration import configuration, hash_of
 from benchmarks.study.gap_words import gap_and_seeds
-from benchmarks.study.gaps import ENOUGH, Cell, Gap, bootstrap, cell_of, gap, spread
+from benchmarks.study.gaps import ENOUGH, LEVEL, Cell, Gap, bootstrap, cell_of, gap, spread
 from benchmarks.study.matrix import Matrix, Point
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
+from tests.benchmarks.study.prose import prose
 from tools.installed_text import Text
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
@@ -116,6 +117,27 @@ def test_the_interval_is_scipys() -> None:
         (values,), np.mean, confidence_level=0.9, method="percentile", random_state=1
     ).confidence_interval
     assert bootstrap(list(values)) != pytest.approx(tuple(narrow), abs=bound)  # the control
+
+
+def test_what_few_seeds_tell_by_chance() -> None:
+    """How often the interval contains the true mean, and how often recipes with the same loss get
+    another verdict than `within the spread`: of normal differences, as docs/study.md says."""
+    generator, page = np.random.default_rng(5), prose("docs/study.md")
+    shares = {2: (0.5, 0.3), 3: (0.75, 0.08), 4: (0.8, 0.02), 5: (0.83, 0.005)}
+    for seeds, (contained, told) in shares.items():
+        found = [
+            Gap(dict(enumerate(each))) for each in generator.normal(size=(4000, seeds)).tolist()
+        ]
+        intervals = [bootstrap([*each.by_seed.values()]) for each in found[:400]]
+        inside = sum(low <= 0 <= high for low, high in intervals) / len(intervals)
+        error = (contained * (1 - contained) / len(intervals)) ** 0.5
+        assert inside == pytest.approx(contained, abs=4 * error)
+        assert inside < LEVEL - error  # the control: it is no interval of 95%
+        chance = sum(each.verdict in ("higher", "lower") for each in found) / len(found)
+        assert chance == pytest.approx(told, abs=4 * (told / len(found)) ** 0.5)
+    assert "in about 50% of cases with 2 seeds, 75% with 3, 80% with 4 and 83% with 5." in page
+    assert "to equal recipes too, in about 30% of cases" in prose("docs/recipes.md")
+    assert "in about 30% of cases with 2 seeds, 8% with 3, 2% with 4 and 0.5% with 5." in page
 
 
 def test_the_spread() -> None:

@@ -73,6 +73,13 @@ def of_60m(name: str) -> Gap:
     return own
 
 
+def least_to_most(found: Gap, sign: int) -> str:
+    """The range of the seeds' differences, all of which have the sign."""
+    sizes = sorted(sign * loss for loss in found.by_seed.values())
+    assert sizes[0] > 0
+    return f"{sizes[0]:.3f} to {sizes[-1]:.3f}"
+
+
 def with_other_loss(recipe: str) -> Comparison:
     """The committed results with another loss at the end of the first run of a recipe."""
     rows = list(FOUND.rows)
@@ -210,6 +217,12 @@ def test_figures_in_running_text() -> None:
     says(f"They end {least} (`quartet-2`, two seeds), {six} (`four-over-six`, five seeds) and ")
     says(f"{most} (`nvfp4-nvidia`, two seeds) above BF16.")
     says(f"is at {own.mean:.3f} with the same five seeds, and at {both:.3f} with the two.")
+    of_fp8 = above("tetrajet-fp8", "fp8")
+    words = f"ends {of_fp8.mean:.3f} above `fp8` ({least_to_most(of_fp8, 1)} by seed)."
+    says(f"`tetrajet-fp8` {words}")
+    below = [least_to_most(above("tetrajet-fp8", name), -1) for name in nvfp4]
+    says(f"By seed it is {below[0]} below `four-over-six`, {below[1]} below `quartet-2` and ")
+    says(f"{below[2]} below `nvfp4-nvidia`.")
     says(f"is {-above(mse, 'tetrajet-fp8').mean:.4f} lower, within the spread of the seeds")
     nearest = above(candidate("nearest-then-fp8"), candidate("tetrajet-then-fp8"))
     dge, swept = above(candidate("tetrajet-dge"), "tetrajet"), candidate("sweep-e8m0-dge")

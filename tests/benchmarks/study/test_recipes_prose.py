@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.study import comparison, recipe_facts, recipes_page, results
+from benchmarks.study.gaps import paired
 from megatron_fp4.estimate.plans import recipe_named
 from tests.benchmarks.study.prose import ROOT, prose
 
@@ -22,6 +23,16 @@ def course(name: str, size: str) -> dict[int, float]:
     return {round(tokens): gap for tokens, gap in own}
 
 
+def at_150m(name: str) -> dict[int, float]:
+    """The held-out loss of a recipe of 26M after 150M tokens, by seed."""
+    return {
+        of["seed"]: dict(row["held_out"])[1146]
+        for row in FOUND.rows
+        if (of := row["configuration"])["recipe"] == name
+        and (of["size"], of["learning_rate"]) == ("26M", 0.002)
+    }
+
+
 def test_the_own_recipe_gains_in_its_phase() -> None:
     names = ("tetrajet-fp8", "four-over-six", "tetrajet")
     before = [course(name, "26M")[150] for name in names]
@@ -31,6 +42,12 @@ def test_the_own_recipe_gains_in_its_phase() -> None:
         f"`four-over-six` {nvfp4} and `tetrajet` {plain} (five seeds each)."
     ) in prose("docs/recipes.md")
     assert 150 / 200 < 0.8 and before[1] < before[0] < before[2]
+    apart = paired(*({s: [loss] for s, loss in at_150m(name).items()} for name in names[:2]))
+    assert apart is not None and len(apart.by_seed) == 5 and apart.verdict == "within the spread"
+    assert (
+        f"({apart.mean:.3f} above it, within the spread of the seeds), and the phase in `fp8` "
+        "brings it below."
+    ) in prose("docs/recipes.md")
     assert course("tetrajet-fp8", "26M")[200] < course("four-over-six", "26M")[200]
 
 
