@@ -270,6 +270,13 @@ def test_what_rounding_noise_alone_does() -> None:
     says(
         f"after {ramping.interval:,} of {CELL.steps:,} steps, and ends {above_least:.3f} above the"
     )
+    spreads = [
+        own.spread
+        for name in FOUND.registered
+        if (own := FOUND.gap(name)) is not None and len(own.by_seed) == 5 and own.spread is not None
+    ]
+    assert len(spreads) == 4
+    says(f"the gaps of one recipe are {min(spreads):.3f} to {max(spreads):.3f} apart.")
     says(f"By default Q-Ramping calibrates first after {ramping.interval:,} steps")
 
 
