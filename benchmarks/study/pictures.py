@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def gaps(rows: list[Row]) -> Any:
 def curves(rows: list[Row]) -> Any:
     """Training loss minus BF16's, gradient norm and r(W_Q) over the steps: means over the seeds."""
     of: list[tuple[str, Callable[[list[Row], Cell, str], list[Series]]]] = [
-        ("training loss minus BF16's", _loss_gaps),
+        ("training loss minus BF16's", _training_gaps),
         ("gradient norm", _norms),
     ]
     if any(row["metrics"] for row in rows):
@@ -120,18 +120,16 @@ def mean(series: list[Series]) -> Series:
     return [(step, statistics.mean(table[step] for table in tables)) for step in steps]
 
 
-def _loss_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
-    """Of each run, whose batches are those of BF16's run of the same seed; [] for BF16."""
-    return [] if recipe == BF16 else [own for _, own in _minus_bf16(rows, cell, recipe, "train")]
-
-
 def held_out_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
     """For each seed that BF16 has too, the held-out loss minus BF16's at each evaluation: the mean
     over the rounding seeds."""
-    by_seed: dict[int, list[Series]] = {}
-    for seed, own in _minus_bf16(rows, cell, recipe, "held_out"):
-        by_seed.setdefault(seed, []).append(own)
-    return [mean(each) for each in by_seed.values()]
+    return _means_by_seed(_minus_bf16(rows, cell, recipe, "held_out"))
+
+
+def _training_gaps(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
+    """The same of the training loss, whose batches are those of BF16's run with the same seed; []
+    for BF16."""
+    return [] if recipe == BF16 else _means_by_seed(_minus_bf16(rows, cell, recipe, "train"))
 
 
 def _minus_bf16(
@@ -150,12 +148,23 @@ def _minus_bf16(
 
 
 def _norms(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
-    return [row["grad_norms"] for row in runs_of(rows, cell, recipe)]
+    own = runs_of(rows, cell, recipe)
+    return _means_by_seed((r["configuration"]["seed"], r["grad_norms"]) for r in own)
 
 
 def _rates(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
-    own = [row["metrics"] for row in runs_of(rows, cell, recipe)]
-    return [each["weight"]["r_quantized"] for each in own if each]
+    own = [row for row in runs_of(rows, cell, recipe) if row["metrics"]]
+    return _means_by_seed(
+        (r["configuration"]["seed"], r["metrics"]["weight"]["r_quantized"]) for r in own
+    )
+
+
+def _means_by_seed(series: Iterable[tuple[int, Series]]) -> list[Series]:
+    """For each seed the mean of its series, which are those of its rounding seeds."""
+    by_seed: dict[int, list[Series]] = {}
+    for seed, own in series:
+        by_seed.setdefault(seed, []).append(own)
+    return [mean(each) for each in by_seed.values()]
 
 
 def _panels(lines: int, found: list[Cell], height: float) -> tuple[Any, Any]:

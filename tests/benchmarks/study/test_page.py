@@ -17,7 +17,7 @@ from benchmarks.study import matrix, pictures, results, showing, tables
 from benchmarks.study.__main__ import default_results, main
 from benchmarks.study.configuration import configuration, hash_of, point_of
 from benchmarks.study.errors import StudyError
-from benchmarks.study.gaps import Gap, gap
+from benchmarks.study.gaps import Gap, gap, runs_of
 from benchmarks.study.matrix import Point
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.arithmetic.estimators import Estimator
@@ -396,6 +396,22 @@ def test_show_writes_a_page_and_pictures(
     page.write_text("no marks")
     assert main(words) == 2
     assert "<!-- study: tiny -->" in capsys.readouterr().err
+
+
+def test_curves_are_means_over_the_seeds() -> None:
+    """The mistake: a seed with several rounding seeds counts as often as it has runs."""
+    cell = next(c for c in tables.cells(ROWS) if (c.steps, c.learning_rate) == (60, 1e-3))
+
+    def curves(rows: list[results.Row]) -> list[dict[float, float]]:
+        each = (pictures._training_gaps, pictures._norms, pictures._rates)
+        return [dict(pictures.mean(series_of(rows, cell, "mxfp4"))) for series_of in each]
+
+    row = next(iter(runs_of(ROWS, cell, "mxfp4")))
+    again = row | {"configuration": row["configuration"] | {"rounding_seed": 7}}
+    rows, plain = [*ROWS, again], curves(ROWS)
+    assert all(plain) and curves(rows) == [pytest.approx(each) for each in plain]
+    of_runs = pictures.mean([each["grad_norms"] for each in runs_of(rows, cell, "mxfp4")])
+    assert dict(of_runs) != pytest.approx(plain[1])  # the control
 
 
 def test_a_curve_is_the_mean_where_all_runs_have_it() -> None:
