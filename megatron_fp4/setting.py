@@ -16,9 +16,9 @@ class Sharding(NamedTuple):
     ranks: the size of the group.
     x, w, dy: the axis along which the operand's features are sharded (X [tokens, in], W [out, in],
         dY [tokens, out]); None where every rank has all features.
-    tokens: the operand of which each rank has a part of the tokens, under sequence parallelism: "x"
-        in a column-parallel linear, whose dX is reduce-scattered; "dy" in a row-parallel one, whose
-        Y is reduce-scattered. None without sequence parallelism.
+    scattered: the operand of which each rank has a part of the tokens, under sequence parallelism:
+        "x" in a column-parallel linear, whose dX is reduce-scattered; "dy" in a row-parallel one,
+        whose Y is reduce-scattered. None without sequence parallelism.
     sums_dx: whether a rank's dX is a partial sum, which is all-reduced.
     """
 
@@ -26,7 +26,7 @@ class Sharding(NamedTuple):
     x: int | None = None
     w: int | None = None
     dy: int | None = None
-    tokens: Literal["x", "dy"] | None = None
+    scattered: Literal["x", "dy"] | None = None
     sums_dx: bool = False
 
     def axis(self, letter: str) -> int | None:
@@ -80,8 +80,8 @@ def column_parallel(
     ranks, sums_dx: see `Sharding`. sums_dx is False under sequence parallelism, where dX is
     reduce-scattered, and where the caller sums dX itself.
     """
-    tokens: Literal["x"] | None = "x" if sequence_parallel else None
-    return Sharding(ranks, w=0, dy=1, tokens=tokens, sums_dx=sums_dx)
+    scattered: Literal["x"] | None = "x" if sequence_parallel else None
+    return Sharding(ranks, w=0, dy=1, scattered=scattered, sums_dx=sums_dx)
 
 
 def row_parallel(ranks: int, *, sequence_parallel: bool = False) -> Sharding:
@@ -89,7 +89,7 @@ def row_parallel(ranks: int, *, sequence_parallel: bool = False) -> Sharding:
 
     ranks: see `Sharding`.
     """
-    return Sharding(ranks, x=1, w=1, tokens="dy" if sequence_parallel else None)
+    return Sharding(ranks, x=1, w=1, scattered="dy" if sequence_parallel else None)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Setting:
 
     def has_part(self, letter: str) -> bool:
         """Whether this rank holds only a part of the operand's tokens."""
-        return self.sharding.tokens == letter
+        return self.sharding.scattered == letter
 
     def shape(self, letter: str, is_part: bool) -> tuple[int, int]:
         """Rows and columns of "x", "w" or "dy" on this rank.
@@ -151,6 +151,6 @@ class Setting:
         """
         if letter == "w":
             return self.outputs, self.inputs
-        scattered = self.sharding.tokens is not None
-        tokens = self.tokens * (self.sharding.ranks if scattered and not is_part else 1)
+        is_scattered = self.sharding.scattered is not None
+        tokens = self.tokens * (self.sharding.ranks if is_scattered and not is_part else 1)
         return tokens, self.inputs if letter == "x" else self.outputs

@@ -95,7 +95,7 @@ def _blocks(model: Model, layout: Layout, recipe: Recipe) -> Iterator[str]:
         for linear in model.linears(kind):
             inputs, outputs = shard(linear, layout)
             tokens = layout.micro_batch * model.sequence
-            is_scattered = sharding_of(linear, layout).tokens == "x"
+            is_scattered = sharding_of(linear, layout).scattered == "x"
             for each in recipe.parts:
                 problem = _sizes(each, None if linear.expert else tokens, inputs, outputs)
                 if problem is not None:

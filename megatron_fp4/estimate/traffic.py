@@ -67,11 +67,11 @@ def of_forward(plan: LinearPlan) -> list[Sent]:
     found += _maxima([plan.fprop.a, *_w_of_a_call(plan.fprop)], ranks)
     if plan.splitting is not None and plan.splitting.takes_total:
         found.append(reduce(8 * setting.inputs, ranks))
-    if plan.subtracts_mean and setting.sharding.tokens == "x":
+    if plan.subtracts_mean and setting.sharding.scattered == "x":
         found.append(reduce(8 * setting.inputs, ranks))
     rows, _ = setting.shape("dy", is_part=False)
     y = rows * setting.outputs * setting.dtype.itemsize
-    if setting.sharding.tokens == "dy":
+    if setting.sharding.scattered == "dy":
         found.append(scatter(y, ranks))
     elif setting.sharding.x is not None:
         found.append(reduce(y, ranks))  # by Megatron's layer, not by the linear
@@ -97,11 +97,11 @@ def of_backward(plan: LinearPlan) -> list[Sent]:
     found += _maxima([dgrad.a, wgrad.a, wgrad.b, *_w_of_a_call(dgrad)], ranks)
     rows, _ = setting.shape("x", is_part=False)
     dx = rows * setting.inputs * setting.dtype.itemsize
-    if setting.sharding.tokens == "x":
+    if setting.sharding.scattered == "x":
         found.append(scatter(dx, ranks))
     elif setting.sharding.sums_dx:
         found.append(reduce(dx, ranks))
-    if plan.mean_in_dw and setting.sharding.tokens == "dy" and wgrad.a.gathered == "after":
+    if plan.mean_in_dw and setting.sharding.scattered == "dy" and wgrad.a.gathered == "after":
         found.append(reduce(4 * setting.outputs, ranks))
     return found + _sums_of_estimators(plan, ranks)
 

@@ -177,7 +177,7 @@ def _plan(
     after a SwiGLU x is what goes through it, [tokens, 2 in].
     """
     sharding = site.sharding
-    tokens = x.shape[0] // (sharding.ranks if sharding.tokens == "dy" else 1)
+    tokens = x.shape[0] // (sharding.ranks if sharding.scattered == "dy" else 1)
     main_grad = None
     if site.fuses and needs[1]:
         found = getattr(weight, "main_grad", None)

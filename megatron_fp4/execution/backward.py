@@ -224,7 +224,7 @@ class Backward:
     def _sum(self, dx: Tensor) -> Pending[Tensor]:
         """Starts the reduce-scatter or all-reduce of dX; if there is none, the result is `dx`."""
         parallel, sharding = self.site.parallel, self.plan.setting.sharding
-        if parallel is not None and sharding.tokens == "x":
+        if parallel is not None and sharding.scattered == "x":
             return parallel.scatter_sum(dx)
         return parallel.sum(dx) if parallel is not None and sharding.sums_dx else Pending(None, dx)
 

@@ -193,8 +193,8 @@ def sizes_on_rank(
     `check_sizes_of_flags`. Raises ConfigError for sizes that are not multiples of the ranks.
     """
     sharding = _sharding(args)
-    scattered = sharding.ranks if sharding.tokens is not None else 1
-    tokens = _part(args.tokens, scattered, flags["tokens"])
+    parts = sharding.ranks if sharding.scattered is not None else 1
+    tokens = _part(args.tokens, parts, flags["tokens"])
     inputs, outputs = (
         _part(size, args.tp if axis == sharding.w else 1, flags[name])
         for size, axis, name in ((args.inputs, 1, "in_features"), (args.outputs, 0, "out_features"))
@@ -209,8 +209,8 @@ def _sharding(args: argparse.Namespace) -> Sharding:
         return Sharding()
     if args.row:
         return row_parallel(args.tp, sequence_parallel=args.sequence_parallel)
-    scattered = args.sequence_parallel
-    return column_parallel(args.tp, sequence_parallel=scattered, sums_dx=not scattered)
+    scatters = args.sequence_parallel
+    return column_parallel(args.tp, sequence_parallel=scatters, sums_dx=not scatters)
 
 
 def _part(size: int, ranks: int, flag: str) -> int:

@@ -108,8 +108,8 @@ def _head(plan: LinearPlan) -> str:
     if sharding.ranks == 1:
         return text
     kind = "column" if sharding.w == 0 else "row"
-    scattered = " with sequence parallelism" if sharding.tokens else ""
-    return f"{text}; {kind}-parallel over {sharding.ranks} ranks{scattered}"
+    how = " with sequence parallelism" if sharding.scattered else ""
+    return f"{text}; {kind}-parallel over {sharding.ranks} ranks{how}"
 
 
 def _gemm(plan: LinearPlan, gemm: GemmPlan) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
         by = plan.compensation.name
         yield f"outliers  {chosen}multiplied in high precision by {by}, added to {reaches}"
     if plan.subtracts_mean:
-        summed = ", summed over the ranks" if sharding.tokens == "x" else ""
+        summed = ", summed over the ranks" if sharding.scattered == "x" else ""
         text = f"mean of X  by pytorch{summed}, in {_short(plan.setting.dtype)}"
         if plan.mean_in_y is not None:
             text += f"; times W^T by {plan.mean_in_y.name}, added to Y"
@@ -186,9 +186,9 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
             sums = estimates.takes_ranks or estimates.takes_outer_ranks
             summed = ", which takes sums over the ranks" if sums else ""
             yield f"{name}  {estimator_words(estimator)}, by {estimates.name}{summed}"
-    if sharding.tokens == "dy":
+    if sharding.scattered == "dy":
         yield "Y  summed over the ranks, each of which takes its tokens"
-    if sharding.tokens == "x":
+    if sharding.scattered == "x":
         yield "dX  summed over the ranks, each of which takes its tokens"
     elif sharding.sums_dx:
         yield "dX  summed over the ranks"

@@ -46,7 +46,7 @@ def main() -> None:
     gloo.use_one_worker()
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    parallel = TensorParallel(dist.group.WORLD, Sharding(2, tokens="x"))
+    parallel = TensorParallel(dist.group.WORLD, Sharding(2, scattered="x"))
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(TOKENS, FEATURES, generator=generator).bfloat16()
     whole[5, 7] = 80.0
@@ -116,11 +116,11 @@ def check_one_a_pass(parallel: TensorParallel) -> None:
     together = making.make_operands
     for keeps in ("forward", "raw"):
         recipe = Recipe(name="nvfp4", fprop=gemm, dgrad=gemm, wgrad=gemm, backward=keeps)
-        held, tokens = HeldWeight(), parallel.sharding.tokens
+        held, scattered = HeldWeight(), parallel.sharding.scattered
         first, second = (agreements(recipe, parallel, held) for _ in range(2))
-        assert max(first + second) == 1, (tokens, keeps, first, second)
+        assert max(first + second) == 1, (scattered, keeps, first, second)
         with patched(backward, "make_operands", _each_by_itself(together)):
-            assert max(agreements(recipe, parallel)) > 1, (tokens, keeps)
+            assert max(agreements(recipe, parallel)) > 1, (scattered, keeps)
 
 
 def _each_by_itself(make: Any) -> Any:

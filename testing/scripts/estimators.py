@@ -121,7 +121,7 @@ def differs(recipe: Recipe, sharding: Sharding) -> float:
     assert dist.group.WORLD is not None
     site = Site(parallel=TensorParallel(dist.group.WORLD, sharding))
     rank = dist.get_rank()
-    tokens = {letter: sharding.tokens == letter for letter in ("x", "dy")}
+    tokens = {letter: sharding.scattered == letter for letter in ("x", "dy")}
 
     def part(matrix: Tensor, letter: str) -> Tensor:
         axis = 0 if tokens.get(letter) else sharding.axis(letter)

@@ -111,14 +111,14 @@ def differs(recipe: Recipe, sharding: Sharding) -> float:
     x, w, dy = problem(torch.float64)
     whole = results(recipe, Site(), x, w, dy)
     site, rank = sharded(sharding), dist.get_rank()
-    tokens = {letter: sharding.tokens == letter for letter in ("x", "dy")}
+    tokens = {letter: sharding.scattered == letter for letter in ("x", "dy")}
 
     def part(matrix: Tensor, letter: str) -> Tensor:
         axis = 0 if tokens.get(letter) else sharding.axis(letter)
         return matrix if axis is None else matrix.chunk(2, axis)[rank].contiguous()
 
     y, dx, dw = results(recipe, site, part(x, "x"), part(w, "w"), part(dy, "dy"))
-    if sharding.x is not None and sharding.tokens is None:
+    if sharding.x is not None and sharding.scattered is None:
         dist.all_reduce(y)  # by Megatron's layer
     errors = (
         relative_error(y, part(whole[0], "dy")),
@@ -134,7 +134,7 @@ def check_bits(sharding: Sharding) -> None:
     """Checks that ranks compute the mean that one process computes, bit for bit."""
     x, _, _ = problem(torch.bfloat16)
     wanted = mean_of(token_sums(x), TOKENS, x.dtype)
-    rank, axis = dist.get_rank(), 0 if sharding.tokens == "x" else sharding.x
+    rank, axis = dist.get_rank(), 0 if sharding.scattered == "x" else sharding.x
     own = x if axis is None else x.chunk(2, axis)[rank]
     plan = plan_of(MEAN, sharding, torch.bfloat16)
     found = forward._mean(own, plan, sharded(sharding))
@@ -152,24 +152,24 @@ def check_what_is_sent(recipe: Recipe, sharding: Sharding) -> None:
 
     plan = plan_of(recipe, sharding, torch.float32)
     shapes = (
-        plan.setting.shape("x", is_part=sharding.tokens == "x"),
+        plan.setting.shape("x", is_part=sharding.scattered == "x"),
         (plan.setting.outputs, plan.setting.inputs),
-        plan.setting.shape("dy", is_part=sharding.tokens == "dy"),
+        plan.setting.shape("dy", is_part=sharding.scattered == "dy"),
     )
     matrices = [normal(shape, i) for i, shape in enumerate(shapes)]
     with patched(dist, "all_reduce", counting):
         results(recipe, sharded(sharding), *matrices)
     counted = [one for one in (*of_forward(plan), *of_backward(plan)) if one.kind == "all-reduce"]
-    if sharding.tokens is None and sharding.x is not None:
+    if sharding.scattered is None and sharding.x is not None:
         counted.pop(0)  # of Y, by Megatron's layer
     assert sum(one.sent for one in counted) == sum(sent), (counted, sent)
-    sums_dy = sharding.tokens == "dy" and recipe.x_mean == "subtracted"
-    assert bool(sent) == (sharding.tokens == "x" or sums_dy or sharding.sums_dx)
+    sums_dy = sharding.scattered == "dy" and recipe.x_mean == "subtracted"
+    assert bool(sent) == (sharding.scattered == "x" or sums_dy or sharding.sums_dx)
 
 
 def plan_of(recipe: Recipe, sharding: Sharding, dtype: torch.dtype) -> LinearPlan:
     """The plan for this rank's part of the problem."""
-    tokens = TOKENS // (1 if sharding.tokens is None else 2)
+    tokens = TOKENS // (1 if sharding.scattered is None else 2)
     inputs, outputs = IN // (1 if sharding.x is None else 2), OUT // (2 if sharding.w == 0 else 1)
     target = target_of(torch.device("cpu"))
     return compile_plan(recipe, Setting(tokens, inputs, outputs, dtype, target, dtype, sharding))

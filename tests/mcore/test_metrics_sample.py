@@ -101,7 +101,7 @@ def test_the_sample_is_that_of_one_rank(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(metrics_shares, "MOST", ROWS * COLUMNS // STRIDE + 1)
     gemm, letter, axis, sharding, cut = CASES[name]
     x = normal((ROWS, COLUMNS), 3) * torch.logspace(-3, 1, COLUMNS)
-    plan = operand(gemm, letter, axis, is_part=sharding.tokens == letter)
+    plan = operand(gemm, letter, axis, is_part=sharding.scattered == letter)
     alone = torch.arange(ROWS), torch.arange(COLUMNS)
     lines, sums = counted(x, Site(), plan, alone)
     # Rows of tokens are numbered in the global batch, all other lines in the matrix.

@@ -310,7 +310,7 @@ class Fp4RowParallelLinear(_FollowsRecipe, RowParallelLinear):
         state = self.fp4
         if state is None or not state.follows(self.training):
             return super().forward(input_)
-        if state.site.sharding.tokens is None:
+        if state.site.sharding.scattered is None:
             return super().forward(input_)
         output = state.product(input_, self.weight, None, self.training)
         if self.skip_bias_add:

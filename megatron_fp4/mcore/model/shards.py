@@ -23,12 +23,12 @@ def tokens_on_rank(
     "eval_micro_batch_size"; if that is None, micro_batch_size is used.
     """
     tokens: int = (getattr(args, batch) or args.micro_batch_size) * args.seq_length
-    return tokens // (sharding.ranks if sharding.tokens is not None else 1)
+    return tokens // (sharding.ranks if sharding.scattered is not None else 1)
 
 
 def whole_sequence(length: int, sharding: Sharding) -> int:
     """The length of a whole sequence, of which X on a rank has `length` tokens."""
-    return length * (sharding.ranks if sharding.tokens == "x" else 1)
+    return length * (sharding.ranks if sharding.scattered == "x" else 1)
 
 
 def column_parallel_placements(

@@ -70,7 +70,8 @@ def _check_parts(args: argparse.Namespace, recipe: Recipe, name: str, sharding: 
     A rank has a part of them in a column-parallel linear under sequence parallelism. Training and
     evaluation are checked, since their micro-batch sizes may differ.
     """
-    parts, tile = sharding.ranks if sharding.tokens == "x" else 1, token_tile(recipe, "fprop", "x")
+    parts = sharding.ranks if sharding.scattered == "x" else 1
+    tile = token_tile(recipe, "fprop", "x")
     for batch in ("micro_batch_size", "eval_micro_batch_size"):
         tokens = tokens_on_rank(args, sharding if parts > 1 else UNSHARDED, batch)
         if tokens % tile:
