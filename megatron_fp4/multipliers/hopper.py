@@ -60,11 +60,11 @@ class Hopper:
             for each, x, letter in zip(made, operands, letters, strict=True)
             if not x.quantizer.spans_axis
         ]
-        carried: list[Any] = _kernels().carried(blocked) if blocked else []
+        carried: list[Any] = _carrier().carried(blocked) if blocked else []
         for (operand, *_), form in zip(blocked, carried, strict=True):
-            rows = operand.tensor_scale
-            if rows is not None:  # no maker writes carriers of such an operand beside its codes
-                form.row_factors.mul_(rows)
+            outer_scale = operand.tensor_scale
+            if outer_scale is not None:  # of an operand whose maker writes no carriers
+                form.row_factors.mul_(outer_scale)
         if not [x for x in operands if x.quantizer.spans_axis]:
             return carried
         rest = iter(carried)
@@ -95,7 +95,7 @@ class Hopper:
             else _scaled_matrix(x)
             for x in (a, b)
         ]
-        _gemm().multiply(*matrices, (m, n, k), out, correction, adds)
+        _cublaslt().multiply(*matrices, (m, n, k), out, correction, adds)
         if adds or (into is None and out.dtype == out_dtype):
             return out
         return finish(out, out_dtype, into)
@@ -133,30 +133,33 @@ def _carrier_problem(quantizer: Quantizer) -> str | None:
 
 @cache
 def _rows_can_be_scaled() -> bool:
-    return _gemm().version() >= (12, 9)
+    return _cublaslt().version() >= (12, 9)
+
+
+# The modules of kernels are imported where they run: they import Triton or load cuBLASLt. They are
+# cached, since an import statement costs more host time than most calls here.
 
 
 @cache
-def _kernels() -> ModuleType:
-    """The module `kernels.carrier`, which imports Triton.
-
-    It is cached, since an import statement costs more host time than most calls here.
-    """
+def _carrier() -> ModuleType:
+    """The module `kernels.carrier`."""
     from megatron_fp4.kernels import carrier  # imports Triton
 
     return carrier
 
 
 @cache
-def _codes() -> ModuleType:
-    from megatron_fp4.kernels import elements
+def _elements() -> ModuleType:
+    """The module `kernels.elements`."""
+    from megatron_fp4.kernels import elements  # imports Triton
 
     return elements
 
 
 @cache
-def _gemm() -> ModuleType:
-    from megatron_fp4.kernels import cublaslt
+def _cublaslt() -> ModuleType:
+    """The module `kernels.cublaslt`."""
+    from megatron_fp4.kernels import cublaslt  # imports Triton
 
     return cublaslt
 
@@ -171,7 +174,7 @@ def _with_row_scales(made: Made) -> Decoded:
     else:
         factors, tally = operand.reciprocals, operand.counts[:2]
     if operand.quantizer.element == "e2m1":
-        return Decoded(_codes().elements(operand.codes.contiguous()), factors, tally)
+        return Decoded(_elements().elements(operand.codes.contiguous()), factors, tally)
     return Decoded(operand.codes.view(FP8_ELEMENTS[operand.quantizer.element]), factors, tally)
 
 
