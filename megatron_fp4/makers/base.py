@@ -53,8 +53,8 @@ class OperandPlan:
     hadamard: the Hadamard transform; None is none.
     quantizer: None leaves the operand in high precision.
     agrees: whether ranks share a scale, and all-reduce the maximum of their largest magnitudes.
-    carrier: the FP8 dtype of the carriers that the maker writes beside the codes; None: it writes
-        none.
+    carrier: the FP8 dtype of the elements that the maker writes beside the codes (`Made.carriers`,
+        or `Made.elements` where scales are of whole rows or of the tensor); None: it writes none.
     """
 
     gemm: str
@@ -131,7 +131,8 @@ class Maker(Protocol):
         ...
 
     def writes_carriers(self, operand: OperandPlan) -> bool:
-        """Whether it can write FP8 carriers beside this operand's codes; see `Carriers`."""
+        """Whether it can write FP8 elements beside this operand's codes; see
+        `OperandPlan.carrier`."""
         ...
 
     def activates(self, operand: OperandPlan) -> bool:

@@ -54,9 +54,9 @@ class Multiplier(Protocol):
         ...
 
     def carrier(self, letter: str) -> torch.dtype | None:
-        """The FP8 dtype of the carriers that it reads for an MXFP4 operand "x", "w" or "dy".
+        """The FP8 dtype in which it reads a 4-bit operand "x", "w" or "dy"; None if it reads none.
 
-        A maker may then write them beside the codes. None if it reads no carriers.
+        A maker may then write FP8 elements beside the codes (`OperandPlan.carrier`).
         """
         ...
 
