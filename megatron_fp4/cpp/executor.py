@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.cpp.following import CallRecorder, Kind, others, words
+from megatron_fp4.cpp.following import CallRecorder, Kind, other_inputs, words
 from megatron_fp4.execution.autograd import ForwardContext, LinearFunction, gradients, unread
 from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.weights import HeldWeight
@@ -125,7 +125,7 @@ class CppExecutor:
         made = self.extension.Call(
             kind.passes,
             words(call),
-            others(site, call),
+            other_inputs(site, call),
             in_cpp,
             None if site.tallies is None else site.tallies.from_cpp,
             parameter,

@@ -82,7 +82,9 @@ class CallRecorder:
             self._kind.adds = context.weight is not None
             return Outcome([y], saved, [] if reads else self._taken("fprop"))
 
-        inputs = [x, weight, bias, *others(self._site, self._call), *self._given("fprop", reads)]
+        inputs = [
+            x, weight, bias, *other_inputs(self._site, self._call), *self._given("fprop", reads),
+        ]  # fmt: skip
         return self._followed(int(reads), run, inputs, outcome)
 
     def backward(
@@ -101,7 +103,7 @@ class CallRecorder:
             return Outcome(own, [], [] if reads else self._taken("dgrad"))
 
         inputs = [
-            dy, main_grad, *saved, *others(self._site, self._call),
+            dy, main_grad, *saved, *other_inputs(self._site, self._call),
             *self._given("fprop", held is not None), *self._given("dgrad", reads),
         ]  # fmt: skip
         return self._followed(2 + reads, run, inputs, outcome)
@@ -188,7 +190,7 @@ def words(call: Call) -> Words:
     return *call.key.signed_words, draw - (draw >> 31 << 32)
 
 
-def others(site: Site, call: Call) -> list[Tensor]:
+def other_inputs(site: Site, call: Call) -> list[Tensor]:
     """The tensors that both passes read beside those of the linear."""
     weight = None if site.norm is None else site.norm.weight.detach()
     sent = [] if site.sent_w is None else take_apart(site.sent_w)[0]
