@@ -14,31 +14,41 @@ def operand_bytes(operand: OperandPlan) -> int:
 
 
 def saved_bytes(plan: LinearPlan) -> int:
-    """The bytes that one call saves for its backward pass.
+    """The bytes that one call saves for its backward pass, the sum of `saved_sizes`."""
+    return sum(saved_sizes(plan).values())
 
-    These are X, both as codes and as it is where an estimator reads it, its outliers, its mean, Y
-    where a SwiGLU follows, and W's operand where the calls of a step do not share it. W itself is
-    not counted, since the model holds it anyway, and neither is what an RMSNorm before the linear
-    saves (`norm_bytes`), since it does so without the linear too.
+
+def saved_sizes(plan: LinearPlan) -> dict[str, int]:
+    """The bytes that one call saves for its backward pass, by the fields of
+    `execution.forward.Saved`; without the fields that are None.
+
+    `weight` is never among them, nor is `w` where it is W itself, which the model holds anyway, or
+    where the calls of a step share it. What an RMSNorm before the linear saves (`norm_bytes`) is
+    not counted, since it does so without the linear too.
     """
-    setting = plan.setting
+    setting, x, found = plan.setting, saved_operand_of_x(plan), dict[str, int]()
     rows, columns = setting.shape("x", is_part=setting.has_part("x"))
-    total = 0
-    if plan.saves_x == "model":
-        total += rows * columns * setting.dtype.itemsize
-    elif plan.saves_x == "operand":
-        total += operand_bytes(plan.fprop.a)
-    elif plan.saves_x == "packed" and plan.wgrad is not None:
-        total += operand_bytes(plan.wgrad.b)
+    whole = rows * columns * setting.dtype.itemsize
+    if plan.saves_x:
+        found["x"] = whole if x is None else operand_bytes(x)
     if plan.estimates_x is not None:
-        total += rows * columns * setting.dtype.itemsize
+        found["x_itself"] = whole
     if plan.residual_in_dw:
-        total += outlier_bytes(plan)
+        found["outliers"] = outlier_bytes(plan)
     if plan.mean_in_dw:
-        total += columns * setting.dtype.itemsize
+        found["mean"] = columns * setting.dtype.itemsize
+    if size := y_bytes(plan):
+        found["y"] = size
     if plan.saves_w == "operand" and not setting.holds_w and not setting.sent_w:
-        total += operand_bytes(plan.fprop.b)
-    return total + y_bytes(plan)
+        found["w"] = operand_bytes(plan.fprop.b)
+    return found
+
+
+def saved_operand_of_x(plan: LinearPlan) -> OperandPlan | None:
+    """The operand of X that is saved for backward; None where X is saved as a matrix, or not."""
+    if plan.saves_x == "packed" and plan.wgrad is not None:
+        return plan.wgrad.b
+    return plan.fprop.a if plan.saves_x == "operand" else None
 
 
 def y_bytes(plan: LinearPlan) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -16,9 +16,9 @@ from megatron_fp4.plan.memory import (
     held_bytes,
     norm_bytes,
     operand_bytes,
-    outlier_bytes,
+    saved_operand_of_x,
+    saved_sizes,
     sent_bytes,
-    y_bytes,
 )
 from megatron_fp4.plan.words import kernel_notes
 
@@ -37,6 +37,11 @@ _SOURCES = {
     "decoded": "decoded from the codes of fprop",
     "values": "decoded from the codes of fprop",
     "elements": "the codes of fprop",
+}
+_KEPT = {  # fields of `saved_sizes`
+    "x_itself": "X itself, which its estimator reads",
+    "outliers": "the outliers of X",
+    "mean": "the mean of X",
 }
 _LABEL = 9  # the width of the column before an operand's text
 
@@ -196,35 +201,35 @@ def _extras(plan: LinearPlan) -> Iterator[str]:
 
 def _kept(plan: LinearPlan) -> Iterator[str]:
     """The lines that say what is kept for backward, and held over a step."""
-    setting, words = plan.setting, []
-    x = {"operand": plan.fprop.a, "packed": plan.wgrad and plan.wgrad.b}.get(plan.saves_x)
-    rows, columns = setting.shape("x", is_part=setting.has_part("x"))
-    if x:
-        whole = f"{_size(rows * columns * setting.dtype.itemsize)} in {_short(setting.dtype)}"
-        words.append(f"X as codes of {x.gemm}, {_size(operand_bytes(x))} (X itself: {whole})")
-    elif plan.saves_x:
-        text = "X without its mean" if plan.wgrad and plan.wgrad.b.source == "centered" else "X"
-        words.append(f"{text}, {_size(rows * columns * setting.dtype.itemsize)}")
-    if plan.estimates_x is not None:
-        whole = _size(rows * columns * setting.dtype.itemsize)
-        words.append(f"X itself, which its estimator reads, {whole}")
-    if plan.residual_in_dw:
-        words.append(f"the outliers of X, {_size(outlier_bytes(plan))}")
-    if plan.mean_in_dw:
-        words.append(f"the mean of X, {_size(columns * setting.dtype.itemsize)}")
+    setting, sizes = plan.setting, saved_sizes(plan)
+    words = [*_kept_x(plan, sizes)]
+    words += [f"{_KEPT[field]}, {_size(sizes[field])}" for field in _KEPT if field in sizes]
     if size := norm_bytes(plan):
         words.append(f"the input of its RMSNorm, {_size(size)}")
-    if size := y_bytes(plan):
-        words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(size)}")
-    if not setting.holds_w and not setting.sent_w:
-        w = f"W as codes of fprop, {_size(operand_bytes(plan.fprop.b))}"
-        words.append(w if plan.saves_w == "operand" else "W itself")
+    if "y" in sizes:
+        words.append(f"Y in {_short(setting.kept_y or setting.dtype)}, {_size(sizes['y'])}")
+    if "w" in sizes:
+        words.append(f"W as codes of fprop, {_size(sizes['w'])}")
+    elif not setting.holds_w and not setting.sent_w:
+        words.append("W itself")
     yield "kept for backward  " + ("; ".join(words) or "nothing")
     if size := sent_bytes(plan):
         yield f"kept over the run  W as codes of fprop, {_size(size)}"
     if setting.holds_w:
         what = "W's operand" if setting.keeps_w == "fprop" else "W's operands"
         yield f"held over a step  {what}, {setting.keeps_w}: {_size(held_bytes(plan))}"
+
+
+def _kept_x(plan: LinearPlan, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Words for X as it is kept for backward, if it is. sizes: of `saved_sizes`."""
+    setting, operand = plan.setting, saved_operand_of_x(plan)
+    if operand is not None:
+        rows, columns = setting.shape("x", is_part=setting.has_part("x"))
+        whole = f"{_size(rows * columns * setting.dtype.itemsize)} in {_short(setting.dtype)}"
+        yield f"X as codes of {operand.gemm}, {_size(sizes['x'])} (X itself: {whole})"
+    elif "x" in sizes:
+        text = "X without its mean" if plan.wgrad and plan.wgrad.b.source == "centered" else "X"
+        yield f"{text}, {_size(sizes['x'])}"
 
 
 def _state(plan: LinearPlan, moments: Moments) -> str:
