@@ -114,7 +114,7 @@ def _is_quantized(plan: LinearPlan) -> bool:
 def _swiglus(plan: LinearPlan, makings: tuple[Making, ...]) -> Amounts:
     """The work of kernels that compute a SwiGLU, or its gradient, for makers that do not."""
     found = Amounts()
-    apart = [making.matrix for making in makings if not making.activates]
+    apart = [making.matrix for making in makings if not making.computes_source]
     for letter in sorted({letter for letter, source in apart if source == "swiglu"}):
         found.add(_swiglu(plan, letter))
     return found
@@ -191,7 +191,7 @@ def _reading(making: Making, first: OperandPlan, elements: float) -> Amounts:
         codes = first.codes.nbytes(*first.shape)
         return Amounts({"byte quantized": codes, "element decoded": elements})
     size = elements * first.dtype.itemsize
-    if not making.activates:
+    if not making.computes_source:
         return Amounts({"byte quantized": size})
     if first.source == "normed":
         return Amounts({"byte quantized": size, "element normed": elements})

@@ -19,7 +19,7 @@ from megatron_fp4.execution.forward import Saved, all_tokens
 from megatron_fp4.execution.gemm import run_gemm
 from megatron_fp4.execution.making import make_operands, matrix_of, source_of
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.makers.base import OperandPlan, Source
+from megatron_fp4.makers.base import MatrixName, OperandPlan
 from megatron_fp4.makers.estimator import Estimating
 from megatron_fp4.multipliers.base import finish
 from megatron_fp4.operands import Decoded, Made, Matrix, Operand, SwigluGradient
@@ -51,7 +51,7 @@ class Backward:
     site: Site
     call: Call
     held: HeldWeight | None = None
-    _matrices: dict[tuple[str, Source], Matrix] = field(default_factory=dict)
+    _matrices: dict[MatrixName, Matrix] = field(default_factory=dict)
     _folds: dict[OperandPlan, Tensor] = field(default_factory=dict)
     _made: dict[OperandPlan, Made] = field(default_factory=dict)
 
@@ -157,7 +157,7 @@ class Backward:
         same call draws the same random bits. They replace W in `saved`.
         """
         assert isinstance(self.saved.w, Tensor)
-        matrices: dict[tuple[str, Source], Matrix] = {
+        matrices: dict[MatrixName, Matrix] = {
             making.matrix: self.saved.w.to(self.plan.setting.dtype)
         }
         made = make_operands([making], matrices, {}, self.site, self.call)

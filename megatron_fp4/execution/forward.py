@@ -17,7 +17,7 @@ from megatron_fp4.execution.communication import Pending
 from megatron_fp4.execution.gemm import run_gemm, show_codes
 from megatron_fp4.execution.making import Matrices, make_operands
 from megatron_fp4.execution.weights import HeldWeight
-from megatron_fp4.makers.base import OperandPlan, Source
+from megatron_fp4.makers.base import MatrixName, OperandPlan, Source
 from megatron_fp4.makers.outliers import Splitting
 from megatron_fp4.operands import Computed, Decoded, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import LinearPlan
@@ -64,7 +64,7 @@ def forward(
     before, else made and stored here.
     """
     dtype = plan.setting.dtype
-    matrices: dict[tuple[str, Source], Matrix] = {}
+    matrices: dict[MatrixName, Matrix] = {}
     if not plan.fprop.b.is_sent:
         matrices["w", "model"] = weight.to(dtype)
     source: Source = "swiglu" if plan.setting.swiglu == "after" else "model"

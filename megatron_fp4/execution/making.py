@@ -10,11 +10,11 @@ from megatron_fp4.arithmetic.formats import wide
 from megatron_fp4.arithmetic.quantizer import QuantizedTensor
 from megatron_fp4.decoding import decoded, dequantized, inverse_of
 from megatron_fp4.execution.call import Call, Site
-from megatron_fp4.makers.base import OperandPlan, Source
+from megatron_fp4.makers.base import MatrixName, OperandPlan
 from megatron_fp4.operands import Computed, Made, Matrix, Operand, Swiglu
 from megatron_fp4.plan.data import Making
 
-Matrices = Mapping[tuple[str, Source], Matrix]
+Matrices = Mapping[MatrixName, Matrix]
 Folds = Mapping[OperandPlan, Tensor]
 
 
@@ -42,7 +42,7 @@ def make_operands(
     """
     whole = matrices  # for makers that do not compute a matrix as they read it
     for making in makings:
-        if making.compute is not None and not making.activates:
+        if making.compute is not None and not making.computes_source:
             whole = {**whole, making.matrix: matrix_of(making, whole)}
     largest = {} if site.parallel is None else _agreed(makings, whole, folds, site, call)
     made: dict[OperandPlan, Made] = {}
@@ -57,7 +57,7 @@ def make_operands(
             )
             for operand in operands
         ]
-        matrix = (matrices if making.activates else whole)[making.matrix]
+        matrix = (matrices if making.computes_source else whole)[making.matrix]
         found = making.maker.make(matrix, operands, given)
         for operand, each in zip(operands, found, strict=True):
             made[operand] = each

@@ -32,6 +32,8 @@ from megatron_fp4.operands import Made, Matrix, Operand
 Source = Literal[
     "model", "swiglu", "normed", "inliers", "centered", "codes", "decoded", "values", "elements"
 ]
+# A matrix from which operands are made: "x", "w" or "dy", and its source.
+MatrixName = tuple[str, Source]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +137,7 @@ class Maker(Protocol):
         `OperandPlan.carrier`."""
         ...
 
-    def activates(self, operand: OperandPlan) -> bool:
+    def computes_source(self, operand: OperandPlan) -> bool:
         """Whether its kernel can compute a SwiGLU, its gradient, or an RMSNorm while it quantizes.
 
         operand: whose source is "swiglu" or "normed". If this is False, another kernel computes the
@@ -157,8 +159,8 @@ class Maker(Protocol):
     ) -> list[Made]:
         """Makes operands from one matrix.
 
-        matrix: [rows, columns] as the model holds it, codes and scales of fprop, or, if `activates`
-            allows it, a matrix that is to be computed.
+        matrix: [rows, columns] as the model holds it, codes and scales of fprop, or, if
+            `computes_source` allows it, a matrix that is to be computed.
         operands: their plans; several only if `joins` allows it. given: one for each of them.
         Returns one Made for each: transformed and quantized, with the contracted axis last.
         """

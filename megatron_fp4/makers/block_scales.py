@@ -43,7 +43,7 @@ class BlockScaleKernel:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return False
 
-    def activates(self, operand: OperandPlan) -> bool:
+    def computes_source(self, operand: OperandPlan) -> bool:
         return False
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:

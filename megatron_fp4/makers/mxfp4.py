@@ -59,7 +59,7 @@ class Mxfp4Kernel:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return not operand.group
 
-    def activates(self, operand: OperandPlan) -> bool:
+    def computes_source(self, operand: OperandPlan) -> bool:
         if operand.group:
             return False
         if operand.source == "normed":

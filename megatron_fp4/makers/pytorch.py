@@ -31,7 +31,7 @@ class PyTorch:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return False
 
-    def activates(self, operand: OperandPlan) -> bool:
+    def computes_source(self, operand: OperandPlan) -> bool:
         return False
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:

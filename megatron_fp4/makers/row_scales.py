@@ -43,7 +43,7 @@ class RowScaleKernel:
         quantizer = operand.quantizer
         return quantizer is not None and quantizer.element == "e2m1"
 
-    def activates(self, operand: OperandPlan) -> bool:
+    def computes_source(self, operand: OperandPlan) -> bool:
         return False
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:

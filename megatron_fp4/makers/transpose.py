@@ -30,7 +30,7 @@ class TransposeKernel:
     def writes_carriers(self, operand: OperandPlan) -> bool:
         return True
 
-    def activates(self, operand: OperandPlan) -> bool:
+    def computes_source(self, operand: OperandPlan) -> bool:
         return False
 
     def joins(self, one: OperandPlan, other: OperandPlan) -> bool:

@@ -161,8 +161,8 @@ def _computed_source(
     if setting.kept_y is not None or reads.estimator_of(recipe, "x", setting) is not None:
         return ""
     fprop = operand_plan(recipe, "fprop", "x", setting)
-    again = recipe.outliers is None and makers.choose(fprop, setting.target).maker.activates(fprop)
-    return "swiglu" if again else ""
+    maker = makers.choose(fprop, setting.target).maker
+    return "swiglu" if recipe.outliers is None and maker.computes_source(fprop) else ""
 
 
 def _keeps_x(recipe: Recipe, setting: Setting) -> bool:
@@ -287,12 +287,12 @@ def makings(operands: Iterable[OperandPlan], setting: Setting) -> tuple[Making, 
             if all(choice.maker.joins(other, operand) for other in last.operands):
                 found[-1] = replace(last, operands=(*last.operands, operand))
                 continue
-        compute, activates = None, False
+        compute, computes = None, False
         if operand.source in ("swiglu", "normed"):
             compute = computed.choose(operand, setting)
-            activates = computed.reads_y(operand, setting) and choice.maker.activates(operand)
+            computes = choice.maker.computes_source(operand) and computed.reads_y(operand, setting)
         found.append(
-            Making(matrix, choice.maker, (operand,), choice.passed_over, compute, activates)
+            Making(matrix, choice.maker, (operand,), choice.passed_over, compute, computes)
         )
     return tuple(found)
 

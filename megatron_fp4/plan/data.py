@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_fp4.makers.base import Maker, OperandPlan, Source
+from megatron_fp4.makers.base import Maker, MatrixName, OperandPlan
 from megatron_fp4.makers.estimator import Estimating
 from megatron_fp4.makers.outliers import Splitting
 from megatron_fp4.multipliers.base import Multiplier, Product
@@ -22,19 +22,19 @@ from megatron_fp4.setting import Setting
 class Making:
     """Operands that one maker makes from one matrix, in one pass over it.
 
-    matrix: the matrix, as (letter, source). passed_over: (name, reason) of each faster maker that
+    matrix: the name of the matrix. passed_over: (name, reason) of each faster maker that
     cannot make them.
-    activates: for sources "swiglu" and "normed", whether the maker computes the matrix as it reads
-    what the model holds. compute: computes it first, where the maker does not; None for other
+    computes_source: for sources "swiglu" and "normed", whether the maker computes the matrix as it
+    reads what the model holds. compute: computes it first, where the maker does not; None for other
     sources.
     """
 
-    matrix: tuple[str, Source]
+    matrix: MatrixName
     maker: Maker
     operands: tuple[OperandPlan, ...]
     passed_over: tuple[tuple[str, str], ...]
     compute: Compute | None = None
-    activates: bool = False
+    computes_source: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.making import make_operands, source_of
 from megatron_fp4.execution.tensor_lists import take_apart
-from megatron_fp4.makers.base import Source
+from megatron_fp4.makers.base import MatrixName
 from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.base import Multiplier, Product, format_of
 from megatron_fp4.operands import Made, Matrix, Operand
@@ -127,7 +127,7 @@ class RecipeQuantizer(Quantizer):
             for where in (ROWS, COLUMNS)
         )
         site, call = Site(self.name or "linear"), Call(_next_key())
-        matrices: dict[tuple[str, Source], Matrix] = {(self.operand, "model"): matrix}
+        matrices: dict[MatrixName, Matrix] = {(self.operand, "model"): matrix}
         if second.source == "model":
             wanted = [first] * rows + [second] * columns
             made = make_operands(makings(wanted, setting), matrices, {}, site, call)

@@ -201,12 +201,12 @@ A100, L40 = Target("cuda", (8, 0)), Target("cuda", (8, 9))
 )
 def test_kernels_read_y_in_e4m3_where_the_gpu_converts_it(target: Target, reads: bool) -> None:
     """Older GPUs convert it to BF16 first, so that no kernel is compiled that they cannot run."""
-    for kept_y, activates in ((None, True), (torch.float8_e4m3fn, reads)):
+    for kept_y, computes_source in ((None, True), (torch.float8_e4m3fn, reads)):
         made = plan("tetrajet", target=target, swiglu="before", kept_y=kept_y)
         of_dy = [making for making in made.backward if making.matrix == ("dy", "swiglu")]
-        assert of_dy and all(making.activates == activates for making in of_dy)
+        assert of_dy and all(making.computes_source == computes_source for making in of_dy)
         after = plan("tetrajet", target=target, swiglu="after", kept_y=kept_y)
-        assert all(m.activates for m in after.forward if m.matrix == ("x", "swiglu"))
+        assert all(m.computes_source for m in after.forward if m.matrix == ("x", "swiglu"))
 
 
 def test_an_x_that_is_kept_is_not_computed_from_a_y_that_is_gone() -> None:
@@ -216,7 +216,7 @@ def test_an_x_that_is_kept_is_not_computed_from_a_y_that_is_gone() -> None:
     plain, rounded = (plan("mxfp4", kept_y=kept, **fields) for kept in (None, torch.float8_e4m3fn))
     assert plain.wgrad is not None and plain.wgrad.b.source == "swiglu"
     assert rounded.wgrad is not None and rounded.wgrad.b.source == "model"
-    assert rounded.fprop.a.source == "swiglu" and rounded.forward[0].activates
+    assert rounded.fprop.a.source == "swiglu" and rounded.forward[0].computes_source
 
 
 def test_a_call_without_tokens_holds_no_form_of_w() -> None:

@@ -27,7 +27,7 @@ def planned(recipe: str, **fields: Any) -> LinearPlan:
 def test_the_kernel_that_quantizes_x_computes_it(recipe: str) -> None:
     plan = planned(recipe)
     making = next(making for making in plan.forward if plan.fprop.a in making.operands)
-    assert making.matrix == ("x", "normed") and making.activates
+    assert making.matrix == ("x", "normed") and making.computes_source
     assert plan.compute_x is None and "normed" not in {
         o.source for m in plan.backward for o in m.operands
     }
@@ -47,5 +47,5 @@ def test_x_that_something_else_reads_is_computed_first(recipe: str, fields: dict
 def test_a_row_that_no_kernel_holds_is_pytorch_s() -> None:
     wide = planned("tetrajet", inputs=32768)
     making = next(making for making in wide.forward if wide.fprop.a in making.operands)
-    assert making.compute is not None and not making.activates
+    assert making.compute is not None and not making.computes_source
     assert making.compute.__name__ == "_by_pytorch"
