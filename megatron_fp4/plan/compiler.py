@@ -156,9 +156,7 @@ def _computed_source(
         return ""
     if gemm == "fprop" or reads.saves_x(recipe, setting) == "packed":
         return "swiglu"
-    # In backward X is the result of the SwiGLU itself where the forward pass computed it as a
-    # matrix and kept it. So it is where Y is kept rounded (`Setting.kept_y`).
-    if setting.kept_y is not None or reads.estimator_of(recipe, "x", setting) is not None:
+    if _keeps_swiglu(recipe, setting):
         return ""
     fprop = operand_plan(recipe, "fprop", "x", setting)
     maker = makers.choose(fprop, setting.target).maker
@@ -178,6 +176,17 @@ def _reads_normed_x(recipe: Recipe, setting: Setting) -> bool:
     return _splits_x(recipe, setting) or _keeps_x(recipe, setting)
 
 
+def _keeps_swiglu(recipe: Recipe, setting: Setting) -> bool:
+    """Whether X after a SwiGLU is saved for backward in high precision as the result of the SwiGLU,
+    and not as what goes through it.
+
+    An estimator of X reads the result. So does wgrad where fc1 keeps Y rounded (`Setting.kept_y`).
+    """
+    if reads.estimator_of(recipe, "x", setting) is not None:
+        return True
+    return setting.kept_y is not None and _keeps_x(recipe, setting)
+
+
 def _splits_x(recipe: Recipe, setting: Setting) -> bool:
     """Whether outliers or the mean are taken out of X."""
     return recipe.outliers is not None or reads.subtracts_mean(recipe, setting)
@@ -187,11 +196,8 @@ def _compute_x(recipe: Recipe, x: OperandPlan, setting: Setting) -> Compute | No
     """See `LinearPlan.compute_x`. x: fprop's operand."""
     if setting.normed and _reads_normed_x(recipe, setting):
         return computed.choose(replace(x, source="normed"), setting)
-    keeps_x = setting.kept_y is not None and _keeps_x(recipe, setting)
-    keeps_x |= reads.estimator_of(recipe, "x", setting) is not None
-    if setting.swiglu == "after" and (_splits_x(recipe, setting) or keeps_x):
-        return computed.choose(x, setting)
-    return None
+    reads_swiglu = _splits_x(recipe, setting) or _keeps_swiglu(recipe, setting)
+    return computed.choose(x, setting) if setting.swiglu == "after" and reads_swiglu else None
 
 
 def _has_scales_to_fold(recipe: Recipe, gemm: str, setting: Setting) -> bool:
