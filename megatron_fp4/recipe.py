@@ -241,7 +241,7 @@ class Recipe:
         """The recipes that hold in the course of training: this one and those of its phases."""
         return (self, *(phase.recipe for phase in self.phases))
 
-    def begun(self, progress: float) -> int:
+    def phases_begun(self, progress: float) -> int:
         """How many phases have begun at `progress`, the share of training that is done."""
         return sum(progress >= phase.after for phase in self.phases)
 
@@ -275,7 +275,7 @@ class Recipe:
 
     def at(self, progress: float) -> Recipe:
         """The recipe that holds at `progress`, the share of training that is done, in [0, 1]."""
-        return self.in_turn[self.begun(progress)]
+        return self.in_turn[self.phases_begun(progress)]
 
     @cached_property
     def in_evaluation(self) -> Recipe:

@@ -36,7 +36,7 @@ class TrainedRecipes:
             return ()
         number = int(re.findall(r"\.layers\.(\d+)\.", linear)[0]) + 1
         found = recipe_for(linear, number, self._recipe, self._modules, self._args)
-        return () if found is None else found.in_turn[found.begun(self._progress) :: -1]
+        return () if found is None else found.in_turn[found.phases_begun(self._progress) :: -1]
 
     def keeps_in_bf16(self, linear: str) -> bool:
         """Whether flags of an FP4 run keep this linear in BF16."""

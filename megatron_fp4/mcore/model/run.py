@@ -85,7 +85,7 @@ class Run:
         self._calibration: int | None = None  # the step of a calibration that runs now, from 0
         self._counts: dict[int | None, int] = defaultdict(int)
         self._step = -1
-        self._begun: list[int] | None = None  # how many phases of each recipe have begun
+        self._phases_begun: list[int] | None = None  # of each recipe
         self._microbatch = 0
         self._first_rows: dict[_Shape, Tensor] = {}  # the token rows of microbatch 0
         self._rows: dict[_Shape, tuple[int, Tensor]] = {}  # the latest microbatch, its token rows
@@ -133,14 +133,7 @@ class Run:
             self.weight_states.gather()
             self.sent_weights.refresh()
         if step != self._step:
-            # Megatron's log counts steps from 1.
-            self._log.nonfinite(self.monitor.start_step(step + 1))
-            self._log.rounding(self.monitor.rounding)
-            self._step = step
-            self._counts.clear()
-            self._recapture_in_a_new_phase()
-            if training:
-                self._log.phases(self.recipes, max(step, 0), self._steps)
+            self._start_step(step)
         # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
         local = self._counts[vp_stage] % get_num_microbatches()
         self._counts[vp_stage] += 1
@@ -148,13 +141,25 @@ class Run:
         if self._clock is not None:
             self._clock.set(self._drawn(max(self._step, 0)), self._microbatch)
 
+    def _start_step(self, step: int) -> None:
+        """Begins the step `step`, and reports what the monitor has read of those before it."""
+        # Megatron's log counts steps from 1.
+        self._log.nonfinite(self.monitor.start_step(step + 1))
+        self._log.rounding(self.monitor.rounding)
+        self._step = step
+        self._counts.clear()
+        self._recapture_in_a_new_phase()
+        if self._training:
+            self._log.phases(self.recipes, max(step, 0), self._steps)
+
     def _recapture_in_a_new_phase(self) -> None:
         """Drops the CUDA graphs of layers when a phase begins: they repeat the recipe before it."""
-        begun = [recipe.begun(max(self._step, 0) / self._steps) for recipe in self.recipes]
-        if self._begun not in (None, begun):
+        progress = max(self._step, 0) / self._steps
+        begun = [recipe.phases_begun(progress) for recipe in self.recipes]
+        if self._phases_begun not in (None, begun):
             self.drop_graphs()
             self.monitor.forget_graphs()
-        self._begun = begun
+        self._phases_begun = begun
 
     def refuse_uncounted(self) -> NoReturn:
         """Raises ConfigError for a forward pass that trains, in a script whose steps are not

@@ -26,7 +26,7 @@ class RunLog:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._begun: dict[Recipe, int] = {}  # how many phases of a recipe had begun when last told
+        self._told: dict[Recipe, int] = {}  # how many phases of a recipe had begun when last told
         self._last_nonfinite = -2  # the last step with a NaN or Inf; no step follows -2
 
     def nonfinite(self, seen: NonFinite | None) -> None:
@@ -56,10 +56,10 @@ class RunLog:
         step: the current one, from 0. steps: of the whole training.
         """
         for number, recipe in enumerate(dict.fromkeys(recipes)):
-            begun = recipe.begun(step / steps)
-            if begun == self._begun.get(recipe, 0):
+            begun = recipe.phases_begun(step / steps)
+            if begun == self._told.get(recipe, 0):
                 continue
-            self._begun[recipe] = begun
+            self._told[recipe] = begun
             if once(f"phase:{number}:{begun}"):
                 share = recipe.phases[begun - 1].after
                 first = next(s for s in range(int(share * steps), steps + 1) if s / steps >= share)
