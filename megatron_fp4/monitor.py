@@ -83,7 +83,7 @@ class NonFiniteMonitor:
         self._folded: list[Tensor] = []  # stacked tallies, each int [operands, 2]
         self._totals: Tensor | None = None  # of operands in CUDA graphs, int64 [operands, 2]
         self._rows: dict[Label, Tensor] = {}  # each operand's row of the totals
-        self._verdict: _StepTallies | None = None
+        self._last_step: _StepTallies | None = None
         self.from_cpp: Any = None  # collects the tallies of passes in C++
         self._known: list[Label] = []  # by the numbers that `from_cpp` knows
         # Of the last step that was read; None: no rounding.
@@ -193,24 +193,24 @@ class NonFiniteMonitor:
                 tallies = on_host.copy_(tallies, non_blocking=True)
                 copied = torch.cuda.Event()
                 copied.record()
-            self._verdict = _StepTallies(self._step, self._labels, tallies, copied)
+            self._last_step = _StepTallies(self._step, self._labels, tallies, copied)
         self._labels, self._folded = [], []
 
     def _read(self) -> NonFinite | None:
-        verdict, self._verdict, self.rounding = self._verdict, None, None
-        if verdict is None:
+        read, self._last_step, self.rounding = self._last_step, None, None
+        if read is None:
             return None
-        if verdict.copied is not None:
-            verdict.copied.synchronize()
-        if not verdict.tallies.any():
+        if read.copied is not None:
+            read.copied.synchronize()
+        if not read.tallies.any():
             return None
-        tallies = verdict.tallies.tolist()
+        tallies = read.tallies.tolist()
         lost = [rounded for rounded, _ in tallies]
         if any(lost):
             most = max(lost)
-            worst = verdict.labels[lost.index(most)]
-            self.rounding = CarrierRounding(verdict.step, sum(lost), worst, most)
-        for label, (_, nan) in zip(verdict.labels, tallies, strict=True):
+            worst = read.labels[lost.index(most)]
+            self.rounding = CarrierRounding(read.step, sum(lost), worst, most)
+        for label, (_, nan) in zip(read.labels, tallies, strict=True):
             if nan:
-                return NonFinite(verdict.step, *label)
+                return NonFinite(read.step, *label)
         return None

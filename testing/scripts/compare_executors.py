@@ -273,8 +273,8 @@ def run(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
             bias.grad = None
     found.tensors += watch.values.values()
     monitor._close()
-    assert monitor._verdict is not None
-    found.tallies = [monitor._verdict.labels, monitor._verdict.tallies.tolist()]
+    assert monitor._last_step is not None
+    found.tallies = [monitor._last_step.labels, monitor._last_step.tallies.tolist()]
     found.kinds = list(site.kinds.values())
     return found
 
@@ -319,8 +319,8 @@ def run_mlp(case: Case, executor: Callable[..., Any], tallies: Any) -> Found:
         found.tensors += [reduced(w) for w in weights]
     found.tensors += watch.values.values()
     monitor._close()
-    assert monitor._verdict is not None
-    found.tallies = [monitor._verdict.labels, monitor._verdict.tallies.tolist()]
+    assert monitor._last_step is not None
+    found.tallies = [monitor._last_step.labels, monitor._last_step.tallies.tolist()]
     found.kinds = [kind for site in sites for kind in site.kinds.values()]
     return found
 
