@@ -105,14 +105,14 @@ class _Followed:
 class Metrics:
     """Collects the metrics of a run; every rank has one."""
 
-    def __init__(self, run: Run, steps: int) -> None:
-        """steps: from one report to the next."""
-        self._run, self._steps = run, steps
+    def __init__(self, run: Run, every: int) -> None:
+        """every: the number of steps from one report to the next."""
+        self._run, self._every = run, every
         self._log = MetricsLog(run)
         self._names: list[str] = []
         self._layers: dict[str, _Followed] = {}
         self._seen: set[Any] = set()  # the operands of the step that were counted
-        self._changes = weights.Changes(weights.reports_in_window(steps))
+        self._changes = weights.Changes(weights.reports_in_window(every))
         self._samples = Samples()
         run.watch = self
 
@@ -163,7 +163,7 @@ class Metrics:
 
     def _left(self, step: int) -> int:
         """The number of steps from `step` to the next that is reported."""
-        return -step % self._steps
+        return -step % self._every
 
     def _clear(self) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -316,7 +316,7 @@ class Metrics:
         The changes are of as many steps on every rank, the first of them zeros where fewer were
         seen.
         """
-        layers, steps = len(self._names), weights.window(self._steps)
+        layers, steps = len(self._names), weights.window(self._every)
         changes = self._gradients.new_zeros(layers, steps, weights.CHANGE_WIDTH)
         oscillation = self._gradients.new_zeros(layers, weights.OSCILLATION_WIDTH)
         if followed and self._changes.follows:

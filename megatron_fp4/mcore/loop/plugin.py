@@ -4,6 +4,8 @@
 From then on
 
     parse_and_validate_args   knows the plugin's flags, checks them, and makes the Run
+    validate_args             checks arguments that came from a checkpoint too, and settles those
+                              that the script has parsed by itself
     TransformerBlock          builds this package's linears in place of those of its specification,
                               and modules that can be given fused kernels
     pretrain, get_model       attach recipes to the linears of the model that was built, and fused
@@ -112,26 +114,26 @@ class Plugin:
         self._idle.begin(args, recipe)
         if self.ours or self.run is not None:
             log.install()
-        if steps := metrics.interval(args):
-            self._measure(args, steps, line)
+        if every := metrics.interval(args):
+            self._measure(args, every, line)
         if self.run is not None and self.run.ramping is not None:
             ramping.Calibrations(self.run, self.run.ramping).install()
         lines = [each for each in (line, metrics.announcement(args, self.run is not None)) if each]
         if lines and args.rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    def _measure(self, args: argparse.Namespace, steps: int, line: str) -> None:
+    def _measure(self, args: argparse.Namespace, every: int, line: str) -> None:
         """Makes the launch write metrics.jsonl from now on.
 
         With a recipe the file has the metrics of linears and what Megatron's log says of steps and
-        evaluations, without one the latter alone. steps: from one report to the next. line: what a
-        launch without a recipe prints at its start, which the file has too.
+        evaluations, without one the latter alone. every: the number of steps from one report to the
+        next. line: what a launch without a recipe prints at its start, which the file has too.
         """
         if self.run is None:
-            steps_alone = MetricsLog(WithoutRecipe(args, line))
-            training.print_rank_last = steps_alone.following(training.print_rank_last)
+            log_alone = MetricsLog(WithoutRecipe(args, line))
+            training.print_rank_last = log_alone.following(training.print_rank_last)
         else:
-            self.metrics = metrics.Metrics(self.run, steps)
+            self.metrics = metrics.Metrics(self.run, every)
             self.metrics.install()
 
     def validating(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,15 +184,16 @@ class Plugin:
 
         T/training.py:setup_model_and_optimizer builds config.model, or calls get_model.
         """
-        args = self._begun()
+        args = self._ensure_begun()
         model = getattr(config, "model", None)
         if model is not None:
             if args.use_cpu_initialization and not args.use_torch_fsdp2:
                 model.pre_wrap_hooks.append(compat.to_gpu)
             model.pre_wrap_hooks.append(self._attach)
 
-    def _begun(self) -> argparse.Namespace:
-        """The arguments of the launch. A script without a recipe may have parsed them by itself."""
+    def _ensure_begun(self) -> argparse.Namespace:
+        """Begins the launch if it has not begun: a script without a recipe may have parsed its
+        arguments by itself. Returns them."""
         if self.args is None:
             args = training.get_args()
             command_line.settle_unsettled(args, Script(self.ours))
@@ -223,7 +226,7 @@ class Plugin:
 
         @functools.wraps(upstream)
         def get_model(model_provider_func: Any, *others: Any, **named: Any) -> Any:
-            self._begun()
+            self._ensure_begun()
             if self.run is None and not self._may_fuse():
                 return upstream(model_provider_func, *others, **named)
             built: list[MegatronModule] = []
