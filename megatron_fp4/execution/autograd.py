@@ -233,6 +233,7 @@ def _taken_apart(
     builds: tuple[tuple[slice, Build] | None, ...] = ()
     end = 0
     w = None if shares_w else saved.w
+    # In the order of the fields, in which `_put_together` gives them to Saved.
     for each in (saved.x, w, saved.weight, saved.x_itself, saved.outliers, saved.y, saved.mean):
         if each is None:
             builds += (None,)

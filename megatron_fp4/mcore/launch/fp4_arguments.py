@@ -83,10 +83,9 @@ def metrics_interval(args: argparse.Namespace) -> int:
     """The value of --fp4-metrics-interval that is in force. args: with the script's defaults."""
     if args.fp4_metrics_interval is not None:
         return int(args.fp4_metrics_interval)
-    writes = has_recipe(args) and metrics_folder(args) and not cuda_graphs.wanted(args)
-    if args.fp4_gathers_codes:
-        return 0
-    return METRICS_INTERVAL if writes else 0
+    writes = has_recipe(args) and metrics_folder(args) is not None
+    excludes = cuda_graphs.wanted(args) or args.fp4_gathers_codes
+    return METRICS_INTERVAL if writes and not excludes else 0
 
 
 def metrics_folder(args: argparse.Namespace) -> str | None:

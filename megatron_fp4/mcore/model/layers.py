@@ -127,8 +127,7 @@ class Fp4State:
         repeat: int,
         training: bool,
     ) -> Any:
-        shape = x.result if isinstance(x, Activated) else x
-        microbatch, rows = self._tokens(shape, counters)
+        microbatch, rows = self._tokens(x.result if isinstance(x, Activated) else x, counters)
         run, held = self.run, None
         if holds(run.keeps_w) and training:
             # Held operands are valid as long as this stamp stays the same. Optimizers can write to
