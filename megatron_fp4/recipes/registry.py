@@ -86,9 +86,9 @@ def with_options(
 
     name: for messages. Raises ConfigError where an option would be ignored, or is out of range.
     """
-    own = dict(options)
-    given = [(method, _taken(method, name, own)) for method in _METHODS]
-    recipe = find(own)
+    given = [(method, _of_method(method, name, options)) for method in _METHODS]
+    taken = {option for _, chosen in given for option in chosen}
+    recipe = find({option: value for option, value in options.items() if option not in taken})
     for method, chosen in given:
         if chosen:
             _check_reach(method, next(iter(chosen)), recipe, name)
@@ -113,13 +113,13 @@ def _check_reach(method: Method, option: str, recipe: Recipe, name: str) -> None
             )
 
 
-def _taken(method: Method, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `method`, converted to their types, and taken out of `options`."""
+def _of_method(method: Method, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that are of `method`, converted to their types. name: for messages."""
     hints = get_type_hints(type(method.default))
     given = [option for option in options if option in method.options]
     try:
         return {
-            option: typed(options.pop(option), hints[method.options[option]], option)
+            option: typed(options[option], hints[method.options[option]], option)
             for option in given
         }
     except ConfigError as error:
