@@ -35,7 +35,7 @@ from megatron_fp4.recipe import GEMMS, GemmRecipe, Layers, Phase, Recipe
 from megatron_fp4.recipes.registry import SUFFIXES, find_recipe, typed, with_options
 
 # The keys whose values are mappings of the fields of a type.
-_PARTS = {
+_MAPPINGS = {
     "estimator": Estimator,
     "x_estimator": Estimator,
     "weight_average": WeightAverage,
@@ -74,7 +74,7 @@ def load_recipe_file(
         problem = " ".join(str(error).split())
         raise ConfigError(f"recipe file {path} is not valid YAML: {problem}") from error
     try:
-        found = _recipe(_mapping(content, "its content"), path, options, above)
+        found = _recipe_of(_mapping(content, "its content"), path, options, above)
         _check_begins(found)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"recipe file {path}: {error}") from error
@@ -88,42 +88,44 @@ def recipe_of_fields(content: Mapping[str, Any], where: str) -> Recipe:
     another version of this package.
     """
     try:
-        return _recipe(dict(content), Path(where), {}, ())
+        return _recipe_of(dict(content), Path(where), {}, ())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _recipe(
+def _recipe_of(
     content: dict[str, Any], path: Path, options: Mapping[str, Any], above: tuple[Path, ...]
 ) -> Recipe:
+    """The recipe of a file with these keys. The other arguments are those of `load_recipe_file`."""
     content.setdefault("name", path.stem)
-    return _built(content, Recipe(name=path.stem), path, options, above)
+    return _recipe_from(content, Recipe(name=path.stem), path, options, above)
 
 
-def _built(
+def _recipe_from(
     content: dict[str, Any],
     start: Recipe,
     path: Path,
     options: Mapping[str, Any],
     above: tuple[Path, ...],
 ) -> Recipe:
-    """The recipe with these keys. start: what the others are taken from where there is no base."""
+    """The recipe with these keys. start: what the others are taken from where there is no base. The
+    other arguments are those of `load_recipe_file`."""
     chosen = {**_mapping(content.pop("options", {}), "options"), **options}
     base = content.pop("base", None)
     if base is None and chosen:
         raise ConfigError("options belong to a base recipe; name one with base:")
     if base is not None:
         try:
-            start = _start(str(base), path, chosen, above)
+            start = _recipe_named(str(base), path, chosen, above)
         except ConfigError as error:
             raise ConfigError(f"base: {error}") from error
-    _known(content, Recipe, extra=("base", "options"))
+    _check_keys(content, Recipe, extra=("base", "options"))
     for gemm in GEMMS:
         if gemm in content:
             content[gemm] = _gemm(content[gemm], gemm)
-    for key, kind in _PARTS.items():
+    for key, kind in _MAPPINGS.items():
         if content.get(key) is not None:
-            content[key] = _build(kind, content[key], key)
+            content[key] = _instance(kind, content[key], key)
     if content.get("outliers") is not None:
         content["outliers"] = _outliers(content["outliers"])
     kept = {key: getattr(start, key) for key in _ENTRIES if key not in content}
@@ -150,7 +152,9 @@ def _check_begins(recipe: Recipe) -> None:
             )
 
 
-def _start(name: str, path: Path, options: Mapping[str, Any], above: tuple[Path, ...]) -> Recipe:
+def _recipe_named(
+    name: str, path: Path, options: Mapping[str, Any], above: tuple[Path, ...]
+) -> Recipe:
     """The recipe that the file at `path` names: a file beside it, or another recipe."""
     if not name.endswith(SUFFIXES):
         return find_recipe(name, options)
@@ -170,7 +174,7 @@ def _entry(
     """
     kind, where = _ENTRIES[key], f"{key}, number {number}"
     content = _mapping(content, where)
-    _known(content, kind, where)
+    _check_keys(content, kind, where)
     needed = [field.name for field in fields(kind) if field.default is MISSING]
     if missing := [name for name in needed if name not in content]:
         raise ConfigError(f"{where} needs {missing[0]}:")
@@ -190,14 +194,14 @@ def _recipe_of_entry(
     if content == "bf16":
         return Recipe(name="bf16")
     if isinstance(content, str):
-        return _start(content, path, {}, above)
+        return _recipe_named(content, path, {}, above)
     if not isinstance(content, Mapping):
         raise ConfigError(f"recipe is a name, a file, bf16, or a mapping, not {content!r}")
     content = dict(content)
     if content.get("base") == "bf16":
         raise ConfigError("base: bf16 is no recipe to start from: give recipe: bf16")
     content.setdefault("name", f"{first.name} ({label})")
-    return _built(content, first, path, {}, above)
+    return _recipe_from(content, first, path, {}, above)
 
 
 def _outliers(content: Any) -> OutlierClamp | HotChannels:
@@ -205,17 +209,17 @@ def _outliers(content: Any) -> OutlierClamp | HotChannels:
     form = content.get("form", next(iter(_OUTLIERS)))
     if not isinstance(form, str) or form not in _OUTLIERS:
         raise ConfigError(f"outliers: form is {' or '.join(_OUTLIERS)}, not {form!r}")
-    return _build(_OUTLIERS[form], content, "outliers")  # type: ignore[no-any-return]
+    return _instance(_OUTLIERS[form], content, "outliers")  # type: ignore[no-any-return]
 
 
 def _gemm(content: Any, where: str) -> GemmRecipe:
     content = _mapping(content, where)
-    _known(content, GemmRecipe, where)
+    _check_keys(content, GemmRecipe, where)
     for operand in ("a", "b"):
         if content.get(operand) is not None:
             content[operand] = _quantizer(content[operand], f"{where}.{operand}")
     if content.get("hadamard") is not None:
-        content["hadamard"] = _build(Hadamard, content["hadamard"], f"{where}.hadamard")
+        content["hadamard"] = _instance(Hadamard, content["hadamard"], f"{where}.hadamard")
     return GemmRecipe(**_typed_fields(content, GemmRecipe, where))
 
 
@@ -228,12 +232,12 @@ def _quantizer(content: Any, where: str) -> Quantizer:
     content = _mapping(content, where)
     if "block" in content:
         content["block"] = tuple(_list(content["block"], f"{where}.block"))
-    return _build(Quantizer, content, where)
+    return _instance(Quantizer, content, where)
 
 
-def _build(cls: Any, content: Any, where: str) -> Any:
+def _instance(cls: Any, content: Any, where: str) -> Any:
     content = _mapping(content, where)
-    _known(content, cls, where)
+    _check_keys(content, cls, where)
     values = _typed_fields(content, cls, where)
     try:
         return cls(**values)
@@ -258,7 +262,7 @@ def _mapping(content: Any, where: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _known(
+def _check_keys(
     content: Mapping[str, Any], cls: Any, where: str = "", extra: tuple[str, ...] = ()
 ) -> None:
     known = [f.name for f in fields(cls)]
