@@ -30,6 +30,7 @@ from megatron_fp4.mcore.launch import flags
 from megatron_fp4.mcore.launch.refusals.megatron_demands import megatrons_demands
 from megatron_fp4.mcore.loop import pipelined_graphs
 from megatron_fp4.mcore.model.spec import layer_spec, mtp_block_spec
+from megatron_fp4.mcore.runtime.wrapping import wrap_once
 
 
 def install() -> None:
@@ -40,24 +41,18 @@ def install() -> None:
         dataset_utils.compile_helpers = lambda: None
     # T/models/gpt.py:GPTModelBuilder.build_model builds multi-token prediction from upstream's
     # layers and ignores transformer_layer_spec.
-    if not hasattr(gpt.mtp_block_spec, "__wrapped__"):
-        gpt.mtp_block_spec = _like_the_layers(gpt.mtp_block_spec)
+    wrap_once(gpt, "mtp_block_spec", _like_the_layers)
     # When a loss is NaN, T/training.py:train saves a checkpoint. Without --save its path is None.
-    if not hasattr(RerunStateMachine.should_checkpoint_and_exit, "__wrapped__"):
-        RerunStateMachine.should_checkpoint_and_exit = _saving_where_told(
-            RerunStateMachine.should_checkpoint_and_exit
-        )
+    wrap_once(RerunStateMachine, "should_checkpoint_and_exit", _saving_where_told)
     # T/ft_integration.py:setup parses the command line again without the plugin's flags, and would
     # refuse a recipe. A script that parses by itself is refused in plugin.py, with a remedy.
-    if not hasattr(arguments.parse_args, "__wrapped__"):
-        arguments.parse_args = _knowing_recipes(arguments.parse_args)
+    wrap_once(arguments, "parse_args", _knowing_recipes)
     # Without Transformer Engine T/activation_logging.py and T/dgrad_logging.py list stand-ins of
     # its layers, which are no types: --save-activations-interval and --save-dgrads-interval raise.
     for saver in (activation_logging, dgrad_logging):
         saver.LINEAR_TYPES = tuple(each for each in saver.LINEAR_TYPES if isinstance(each, type))
     for name in ("initialize_megatron", "setup_model_and_optimizer"):
-        if not hasattr(getattr(training, name), "__wrapped__"):
-            setattr(training, name, _demanding(getattr(training, name)))
+        wrap_once(training, name, _demanding)
     _follow_checkpoints()
     optimizer_compat.install()
     distributed_states.install()
@@ -72,15 +67,15 @@ def _follow_checkpoints() -> None:
     See megatron_fp4/replay.py.
     """
     replay.follow(random.CheckpointFunction)
-    checkpoint_once = random.CheckpointWithoutOutput.checkpoint
-    if hasattr(checkpoint_once, "__wrapped__"):
-        return
+    wrap_once(random.CheckpointWithoutOutput, "checkpoint", _replaying)
 
-    @functools.wraps(checkpoint_once)
-    def followed(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint_once(self, replay.recomputed(run_function), *args)
 
-    random.CheckpointWithoutOutput.checkpoint = followed
+def _replaying(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return upstream(self, replay.recomputed(run_function), *args)
+
+    return checkpoint
 
 
 def _like_the_layers(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGl
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.runtime.wrapping import wrap_once
 
 _inputs_in_pool = 0  # since graphs were last dropped; torch counts each as a use of the pool
 
@@ -36,9 +37,7 @@ def install(run: Run, model: Sequence[MegatronModule]) -> None:
 
     model: the chunks of this rank, before any of their layers is captured.
     """
-    allocate = cuda_graphs.alloc_tensor_from_graph_mempool
-    if not hasattr(allocate, "__wrapped__"):
-        cuda_graphs.alloc_tensor_from_graph_mempool = _counting(allocate)
+    wrap_once(cuda_graphs, "alloc_tensor_from_graph_mempool", _counting)
     modules = [module for chunk in model for module in chunk.modules()]
     managers = [module for module in modules if isinstance(module, CudaGraphManager)]
     # Megatron made this stream the current one when it built the layers. What runs on the default

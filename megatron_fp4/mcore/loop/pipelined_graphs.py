@@ -21,12 +21,13 @@ from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 from megatron.core.utils import MakeViewlessTensor
 from torch import Tensor
 
+from megatron_fp4.mcore.runtime.wrapping import wrap_once
+
 
 def install() -> None:
     """Applies the fixes. Idempotent."""
-    if not hasattr(_CudaGraphRunner.record_graph_capture, "__wrapped__"):
-        _CudaGraphRunner.record_graph_capture = _recording(_CudaGraphRunner.record_graph_capture)
-        _CudaGraphRunner.replay_graph_capture = _replaying(_CudaGraphRunner.replay_graph_capture)
+    wrap_once(_CudaGraphRunner, "record_graph_capture", _recording)
+    wrap_once(_CudaGraphRunner, "replay_graph_capture", _replaying)
 
 
 def _recording(upstream: Callable[..., Any]) -> Callable[..., Any]:

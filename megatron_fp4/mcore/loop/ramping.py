@@ -31,6 +31,7 @@ from megatron_fp4.mcore.loop.loop_state import LoopState, gather_weights
 from megatron_fp4.mcore.model.kept_states import KeptStates
 from megatron_fp4.mcore.model.optimizers import stepping_optimizers
 from megatron_fp4.mcore.model.run import Run
+from megatron_fp4.mcore.runtime.wrapping import wrap_once
 
 # Arguments that make train_step write files in some iterations.
 _WRITES = (
@@ -76,8 +77,7 @@ class Calibrations:
 
     def install(self) -> None:
         """Hooks into T/training.py:train, which calls train_step for each step. Idempotent."""
-        if not hasattr(training.train_step, "__wrapped__"):
-            training.train_step = self._calibrating(training.train_step)
+        wrap_once(training, "train_step", self._calibrating)
 
     def _calibrating(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(upstream)
