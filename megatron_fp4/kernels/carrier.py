@@ -355,12 +355,10 @@ def _form(kind: Kind) -> CarrierForm:
     rows = max(1, min(CORRECTED_ROWS, HELD // every))
     tile = (rows, CORRECTED_BLOCKS) if corrects else (ROWS, min(BLOCKS, every))
     mantissa, bias, nan, bottom, top = FORMATS[element]
-    scales = 0, 0
+    scale_bias = scale_nan = 0
     if scale != "e8m0":
         assert element == torch.float8_e4m3fn and not corrects
-        scales, (bottom, top) = (
-            (SCALE_FLOATS[scale].bias, SCALE_FLOATS[scale].nan),
-            WINDOW_OF_FLOATS,
-        )
-    limits = bottom, top, LOWEST[mantissa], *scales
+        scale_bias, scale_nan = SCALE_FLOATS[scale].bias, SCALE_FLOATS[scale].nan
+        bottom, top = WINDOW_OF_FLOATS
+    limits = bottom, top, LOWEST[mantissa], scale_bias, scale_nan
     return CarrierForm(corrects, *tile, mantissa, bias, nan, *limits, block // 8, every)

@@ -64,15 +64,15 @@ def quantize(x: Tensor, quantizer: Quantizer, copies: Sequence[RowOperand]) -> l
         gamma = x.new_empty(lines if quantizer.block[0] == 1 else 1, 1, dtype=torch.float32)
         counts = counts[: COUNTS + lines]
         operand = QuantizedTensor(codes, gamma, None, quantizer, x.shape, axis, counts)
-        fold, carriers = copy.fold, None
+        fold, elements = copy.fold, None
         if fold is not None:
             fold = fold.float().contiguous()
         if copy.carrier is not None:
-            carriers = x.new_empty(lines, n, dtype=copy.carrier)
-        made.append(Made(operand, None, None if carriers is None else decoded(operand, carriers)))
+            elements = x.new_empty(lines, n, dtype=copy.carrier)
+        made.append(Made(operand, None, None if elements is None else form_of(operand, elements)))
         if copy.largest is not None:
             largest = copy.largest.float().contiguous().view(torch.int32)
-        given += fold, largest, codes, carriers, gamma, counts
+        given += fold, largest, codes, elements, gamma, counts
         kinds += ((axis, fold is not None, copy.carrier),)
     if in_one_read:
         _row_launch(rows, columns, quantizer, kinds[0])(x.device, x, *given, rows, columns)
@@ -109,10 +109,10 @@ def _is_held(copy: RowOperand, quantizer: Quantizer, columns: int) -> bool:
     return rows_alone and columns <= WIDEST
 
 
-def decoded(operand: QuantizedTensor, carriers: Tensor) -> Decoded:
-    """The form in which an operand with `counts` is multiplied. carriers: its FP8 elements."""
+def form_of(operand: QuantizedTensor, elements: Tensor) -> Decoded:
+    """The form in which an operand with `counts` is multiplied. elements: its elements in FP8."""
     assert operand.counts is not None
-    return Decoded(carriers, operand.reciprocals, operand.counts[:2])
+    return Decoded(elements, operand.reciprocals, operand.counts[:2])
 
 
 def _bytes_of(quantizer: Quantizer, n: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor
 from megatron_fp4.kernels.encode import pack
 from megatron_fp4.kernels.launch import Launch, kept, kernel, planned, tiles
-from megatron_fp4.kernels.row_operands import CARRIERS, decoded
+from megatron_fp4.kernels.row_operands import CARRIERS, form_of
 from megatron_fp4.kernels.rows import carrier_bytes
 from megatron_fp4.operands import Made
 
@@ -62,12 +62,12 @@ def transposed(x: QuantizedTensor, carrier: torch.dtype | None = None) -> Made:
     """
     rows, half = x.codes.shape
     codes = x.codes.new_empty(2 * half, rows // 2)
-    carriers = None if carrier is None else codes.new_empty(2 * half, rows, dtype=carrier)
+    elements = None if carrier is None else codes.new_empty(2 * half, rows, dtype=carrier)
     launch = _launch(rows, half, carrier)
-    launch(codes.device, x.codes.contiguous(), codes, carriers, rows, half)
+    launch(codes.device, x.codes.contiguous(), codes, elements, rows, half)
     counts = kept(_counts_of_1, (2 * half,), codes)
     made = replace(x, codes=codes, axis=1 - x.axis, counts=counts)
-    return Made(made, None, None if carriers is None else decoded(made, carriers))
+    return Made(made, None, None if elements is None else form_of(made, elements))
 
 
 def _counts_of_1(rows: int, *, device: torch.device) -> Tensor:
