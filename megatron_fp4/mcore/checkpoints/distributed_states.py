@@ -4,6 +4,7 @@ C stands for megatron/core.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,18 +26,21 @@ def install() -> None:
     if hasattr(DistributedOptimizer._get_main_param_and_optimizer_states, "__wrapped__"):
         return
     names = DistributedOptimizer.optimizer_state_keys.fget
-    states_of = DistributedOptimizer._get_main_param_and_optimizer_states
-    set_states_of = DistributedOptimizer._set_main_param_and_optimizer_states
-    fully_reshardable = DistributedOptimizer.sharded_param_state_fully_reshardable
+    DistributedOptimizer.optimizer_state_keys = property(lambda self: (*names(self), *_keys(self)))
+    for name, wrap in (
+        ("_get_main_param_and_optimizer_states", _with_zeros),
+        ("_set_main_param_and_optimizer_states", _dropping_lacking),
+        ("sharded_param_state_fully_reshardable", _leaving_out),
+    ):
+        setattr(DistributedOptimizer, name, wrap(getattr(DistributedOptimizer, name)))
 
-    def optimizer_state_keys(self: DistributedOptimizer) -> tuple[str, ...]:
-        return (*names(self), *_keys(self))
 
-    @functools.wraps(states_of)
+def _with_zeros(upstream: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    @functools.wraps(upstream)
     def _get_main_param_and_optimizer_states(
         self: DistributedOptimizer, weight: torch.nn.Parameter
     ) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = states_of(self, weight)
+        found = upstream(self, weight)
         # A bucket is saved as a whole, with all its parameters, in float32.
         for key in _keys(self):
             own = found.get(key)
@@ -44,32 +48,35 @@ def install() -> None:
             found[key] = torch.zeros_like(like).float() if own is None else own.float()
         return found
 
-    @functools.wraps(set_states_of)
+    return _get_main_param_and_optimizer_states
+
+
+def _dropping_lacking(upstream: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(upstream)
     def _set_main_param_and_optimizer_states(
         self: DistributedOptimizer, weight: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
         states: CheckpointedStates | None = getattr(self, "fp4_weight_states", None)
         if states is not None:
             states.drop_lacking(weight, tensors)
-        set_states_of(self, weight, tensors)
+        upstream(self, weight, tensors)
 
-    @functools.wraps(fully_reshardable)
+    return _set_main_param_and_optimizer_states
+
+
+def _leaving_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
     def sharded_param_state_fully_reshardable(
         self: DistributedOptimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        saved = fully_reshardable(self, *args, **kwargs)
+        saved = upstream(self, *args, **kwargs)
         if saved is not None and (keys := _keys(self)):
             weights = (weight for buffer in self.buffers for weight in buffer.param_index_map)
             for number, weight in enumerate(weights):
                 _leave_out(self.fp4_weight_states, saved[number], weight, keys)
         return saved
 
-    DistributedOptimizer.optimizer_state_keys = property(optimizer_state_keys)
-    DistributedOptimizer._get_main_param_and_optimizer_states = _get_main_param_and_optimizer_states
-    DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
-    DistributedOptimizer.sharded_param_state_fully_reshardable = (
-        sharded_param_state_fully_reshardable
-    )
+    return sharded_param_state_fully_reshardable
 
 
 def _leave_out(
