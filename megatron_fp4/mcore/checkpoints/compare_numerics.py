@@ -72,8 +72,16 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
         )
     if differing:
         _tell(f"goes on from other numerics: {differing}")
+    _tell_of_methods(saved, launch, is_rest_equal=not differing)
+
+
+def _tell_of_methods(
+    saved: argparse.Namespace, launch: argparse.Namespace, is_rest_equal: bool
+) -> None:
+    """Prints which of _METHODS come or go. is_rest_equal: whether the numerics are else the same,
+    so that other recipes of modules differ by these methods alone."""
     for field, what in _METHODS.items():
-        was, is_ = (_has(_fields(content), field) for content in (then, now))
+        was, is_ = (_has(_fields(args.fp4_recipe_content), field) for args in (saved, launch))
         if was != is_:
             change = f"it goes on {'without' if was else 'with'} {what} of W"
             names = _spelled(saved), _spelled(launch)
@@ -81,7 +89,7 @@ def compare(saved: argparse.Namespace, launch: argparse.Namespace) -> None:
                 "the checkpoint was trained with {}, this launch has {}: {}".format(*names, change)
             )
     contents = [getattr(args, "fp4_module_contents", []) for args in (saved, launch)]
-    if contents[0] != contents[1] and not differing:
+    if contents[0] != contents[1] and is_rest_equal:
         methods = " or ".join(_METHODS.values())
         _tell(f"{_modules_were(saved, launch)}: {methods} of W come or go")
 

@@ -170,18 +170,24 @@ def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
             if _is_users(error):
                 raise
             raise ConfigError(_unfit(_folder(get_args(), load_arg), error)) from error
-        launch, step = get_args(), loaded[0]
-        trained = launch.train_iters and step >= launch.train_iters and not launch.skip_train
-        if load_arg == "load" and trained:
-            print_rank_0(
-                f"megatron-fp4: the checkpoint is at step {step} of {launch.train_iters}: nothing "
-                "is left to train; raise --train-iters to go on"
-            )
-            if _would_save_the_same(launch):
-                saving.keep(step)
+        if load_arg == "load":
+            _end_if_trained(get_args(), loaded[0])
         return loaded
 
     return load_checkpoint
+
+
+def _end_if_trained(launch: argparse.Namespace, step: int) -> None:
+    """Says so if no step of the training is left after a checkpoint of `step` was loaded. Keeps the
+    checkpoint then, if the launch would save it again."""
+    if not launch.train_iters or step < launch.train_iters or launch.skip_train:
+        return
+    print_rank_0(
+        f"megatron-fp4: the checkpoint is at step {step} of {launch.train_iters}: nothing is left "
+        "to train; raise --train-iters to go on"
+    )
+    if _would_save_the_same(launch):
+        saving.keep(step)
 
 
 def _would_save_the_same(launch: argparse.Namespace) -> bool:
