@@ -29,8 +29,12 @@ LAYOUT = (
     "data_parallel_size sequence_parallel use_distributed_optimizer world_size"
 ).split()
 _FP4 = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-# Those of a process, its files and its log, and those that a flag of the above settles.
-_OF_A_PROCESS = ("rank", "local_rank", "save", "load", "pretrained_checkpoint", "ckpt_step")
+# Those of a process, its files and its log, those that a flag of the above settles, and from where
+# a launch went on: the common state has the step and the operations at the save.
+_OF_A_PROCESS = (
+    "rank local_rank save load pretrained_checkpoint ckpt_step iteration "
+    "num_floating_point_operations_so_far"
+).split()
 _ENDINGS = ("_dir", "_path", "_interval", "_port")
 
 GROUPS = ("model", "FP4", "training", "layout")

@@ -1,8 +1,8 @@
 """Compare two checkpoints: their arguments, and every tensor.
 
 Tensors that are not equal bit for bit are listed with their largest difference. The exit status is
-0 if the checkpoints are equal, and 1 if they differ or cannot be read. Paths, the log and the
-number of the process are not compared.
+0 if the checkpoints are equal, and 1 if they differ or cannot be read. Paths, the log, the number
+of the process and the step from which its launch went on are not compared.
 """
 
 from __future__ import annotations

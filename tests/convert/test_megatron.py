@@ -328,6 +328,16 @@ def test_a_comparison_names_what_differs(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.outside
+def test_a_resumed_run_is_equal_to_the_unbroken_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, resumed = trained(folder, "bf16"), folder / "bf16-resumed"
+    good(launch(TRAININGS["bf16"], f"{again(run)} --save {resumed}"))
+    assert tool("compare", run, resumed) == 0
+    assert capsys.readouterr().out.endswith("\nequal\n")
+
+
+@pytest.mark.outside
 def test_arguments_are_compared_by_what_they_are_of(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
