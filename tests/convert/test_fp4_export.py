@@ -242,6 +242,11 @@ REFUSED = {
     "ue5m3": (recipe(UE5M3), "ue5m3 scales"),
     "e1m2": (recipe(Quantizer(element="e1m2")), "e1m2 elements"),
     "blocks-of-16": (recipe(Quantizer(block=(1, 16))), "blocks of 16 under e8m0 scales"),
+    "rows": (recipe(Quantizer(block=(1, 0))), "e8m0 scales for whole rows"),
+    "tensors": (
+        recipe(Quantizer(scale="e4m3", block=(0, 0), rule="nearest")),
+        "e4m3 scales for whole tensors",
+    ),
     "stochastic": (recipe(Quantizer(rounding="stochastic")), "stochastic rounding of W"),
     "hadamard": (
         Recipe(name="t", fprop=GemmRecipe(Quantizer(), Quantizer(), Hadamard(32, "none"))),

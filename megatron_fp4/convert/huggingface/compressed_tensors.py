@@ -95,12 +95,14 @@ def problem(quantizer: Quantizer) -> str:
         return "row scales beside block scales"
     if quantizer.prescale != 1.0:
         return f"a prescale of {quantizer.prescale:g}"
+    if not quantizer.block[1]:
+        span = "whole rows" if quantizer.block[0] else "whole tensors"
+        return f"{quantizer.scale} scales for {span}"
     for form in (MXFP4, NVFP4):
         if quantizer.scale == form.scale:
             fits = not quantizer.block[1] % form.length
             return "" if fits else f"blocks of {quantizer.block[1]} under {form.scale} scales"
-    span = " for whole rows" if quantizer.block == (1, 0) else ""
-    return f"{quantizer.scale} scales{span}"
+    return f"{quantizer.scale} scales"
 
 
 def pack(made: QuantizedTensor) -> dict[str, Tensor]:
