@@ -21,7 +21,9 @@ _FUNCTION = (
     "openai_gelu quick_geglu layernorm_epsilon layernorm_zero_centered_gamma moe_layer_freq "
     "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_shared_expert_gate "
     "moe_router_topk_scaling_factor apply_residual_connection_post_layernorm softmax_type "
-    "window_size seq_length"
+    "window_size seq_length activation_func_clamp_value glu_linear_offset use_mup "
+    "mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
+    "mup_attn_scale_power moe_router_num_groups moe_router_group_topk moe_apply_probs_on_input"
 ).split()
 LAYOUT = (
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "

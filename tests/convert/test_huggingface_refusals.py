@@ -241,6 +241,46 @@ def test_arguments_that_do_not_fit_the_weights(
 
 
 @pytest.mark.parametrize("like", [True, False], ids=["like", "made"])
+@pytest.mark.parametrize(
+    ("model", "name", "value"),
+    [
+        ("llama", "activation_func_clamp_value", 7.0),
+        ("llama", "glu_linear_offset", 1.0),
+        ("llama", "use_mup", True),
+        ("qwen3-moe", "moe_apply_probs_on_input", True),
+        ("qwen3-moe", "moe_router_group_topk", 1),
+        ("qwen3-moe", "moe_router_load_balancing_type", "sinkhorn"),
+    ],
+)
+def test_a_run_that_computed_another_function_is_not_exported(
+    model: str,
+    name: str,
+    value: Any,
+    like: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its weights are those of a model of transformers, which would compute another function."""
+    made = checkpoint(tmp_path, model, {name: value})
+    if not like:
+        shutil.rmtree(made / "huggingface")
+    words = ("export-hf", made, "--output", tmp_path / "out")
+    said = refused(capsys, *words)
+    assert said == f"{name} {value}: no model of transformers here has it"
+
+
+@pytest.mark.parametrize("like", [True, False], ids=["like", "made"])
+@pytest.mark.parametrize("kind", ["aux_loss", ["seq_aux_loss"], "none"])
+def test_a_loss_that_balances_experts_is_no_part_of_the_model(
+    kind: Any, like: bool, tmp_path: Path
+) -> None:
+    made = checkpoint(tmp_path, "qwen3-moe", {"moe_router_load_balancing_type": kind})
+    if not like:
+        shutil.rmtree(made / "huggingface")
+    assert command.main(["export-hf", str(made), "--output", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("like", [True, False], ids=["like", "made"])
 @pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "qwen3-moe-dense-first"])
 def test_the_size_of_dense_layers_matters_if_there_are_some(
     like: bool, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

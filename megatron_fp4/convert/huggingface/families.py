@@ -11,6 +11,7 @@ from megatron_fp4.convert.huggingface.gpt2 import Gpt2
 from megatron_fp4.convert.huggingface.layouts import Entry
 from megatron_fp4.convert.huggingface.settings import (
     UNSUPPORTED,
+    UNSUPPORTED_VALUES,
     Settings,
     differences,
     of_args,
@@ -89,9 +90,12 @@ def of_run(args: argparse.Namespace, vocab_size: int) -> tuple[Family, Settings]
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings of a run. Raises ConfigError for arguments that no family can express."""
-    for name, value in UNSUPPORTED.items():
-        if getattr(args, name, value) != value:
-            raise ConfigError(f"{name} {getattr(args, name)}: no model of transformers here has it")
+    found = [name for name, value in UNSUPPORTED.items() if getattr(args, name, value) != value]
+    found += [
+        name for name, value in UNSUPPORTED_VALUES.items() if getattr(args, name, None) == value
+    ]
+    for name in found:
+        raise ConfigError(f"{name} {getattr(args, name)}: no model of transformers here has it")
     return of_args(args)
 
 

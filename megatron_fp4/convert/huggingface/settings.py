@@ -45,14 +45,18 @@ DEFAULTS: Settings = {
 }
 # Arguments that no family can express, with the value that they must have.
 UNSUPPORTED: Settings = {
+    "activation_func_clamp_value": None,
     "layernorm_zero_centered_gamma": False,
     "apply_query_key_layer_scaling": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
+    "glu_linear_offset": 0.0,
+    "moe_apply_probs_on_input": False,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "moe_latent_size": None,
     "moe_router_enable_expert_bias": False,
+    "moe_router_group_topk": None,
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_glu_interleave_size": None,
@@ -63,8 +67,11 @@ UNSUPPORTED: Settings = {
     "rotary_seq_len_interpolation_factor": None,
     "softmax_type": "vanilla",
     "squared_relu": False,
+    "use_mup": False,
     "window_size": None,
 }
+# Values that no family can express, of arguments with others that change nothing after training.
+UNSUPPORTED_VALUES: Settings = {"moe_router_load_balancing_type": "sinkhorn"}
 # The flag and the value that it stands for, of arguments whose flag is not --their-name VALUE.
 _SWITCHES = {
     "group_query_attention": ("--group-query-attention", True),
