@@ -103,6 +103,29 @@ def test_experts_in_high_precision_are_refused_by_transformers(tmp_path: Path, c
         load(tmp_path / "out")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("own", [TETRAJET, NVFP4], ids=["mxfp4", "nvfp4"])
+def test_a_model_in_another_dtype_is_loaded_as_the_export_says(
+    own: Any, dtype: torch.dtype, tmp_path: Path, capsys: Any
+) -> None:
+    """If this fails, transformers unpacks weights to the model's dtype, and the line can go."""
+    out = export(checkpoint(tmp_path, "llama", recorded(own), dtype), tmp_path / "out")
+    said = capsys.readouterr().out
+    name = str(dtype).removeprefix("torch.")
+    assert "WARNING: transformers 5.23 unpacks weights to BF16" in said
+    assert f"cannot multiply them by activations in {name}: load the model with" in said
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(load(out))
+    assert "dtype=torch.bfloat16, or with CompressedTensorsConfig(dequantize=True)" in said
+    assert load(out, dtype=torch.bfloat16)(tokens()).logits.dtype == torch.bfloat16
+    assert load(out, quantization_config=dequantized())(tokens()).logits.dtype == dtype
+
+
+def test_a_model_in_bf16_is_loaded_as_it_is(tmp_path: Path, capsys: Any) -> None:
+    export(checkpoint(tmp_path, "llama", recorded(TETRAJET)), tmp_path / "out")
+    assert "WARNING" not in capsys.readouterr().out
+
+
 # --- activations ---------------------------------------------------------------------------------
 
 

@@ -228,16 +228,24 @@ class CompressedTensors:
         return [*lines, *self._limits_of_transformers()]
 
     def _limits_of_transformers(self) -> list[str]:
-        """What transformers cannot do with the experts of this model, as of version 5.23."""
+        """What transformers cannot do with this model, as of version 5.23."""
+        lines = []
         experts = [entry for entry in self._weights.linears if is_expert(entry)]
         if self._form == NVFP4 and any(map(self.holds, experts)):
-            return [
+            lines.append(
                 "WARNING: transformers 5.23 ignores weight_global_scale of experts, so its results "
                 "are wrong; vLLM reads it"
-            ]
-        if not all(map(self.holds, experts)):
-            return [
+            )
+        elif not all(map(self.holds, experts)):
+            lines.append(
                 "WARNING: transformers 5.23 refuses a model with experts in high precision beside "
                 "FP4 linears; vLLM loads it"
-            ]
-        return []
+            )
+        dtypes = {self._checkpoint.tensors[entry.key].dtype for entry in self._weights.choices}
+        for dtype in dtypes - {torch.bfloat16}:
+            lines.append(
+                "WARNING: transformers 5.23 unpacks weights to BF16 and cannot multiply them by "
+                f"activations in {str(dtype).removeprefix('torch.')}: load the model with "
+                "dtype=torch.bfloat16, or with CompressedTensorsConfig(dequantize=True)"
+            )
+        return lines
