@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fp4.mcore.data.errors import DataError
+from megatron_fp4.mcore.data.folders import LeftOut
+from megatron_fp4.mcore.data.text import documents_at
 from megatron_fp4.mcore.launch.refusals import dataset
 from megatron_fp4.mcore.launch.refusals.table import refuse
 from testing.builders.command_line import parse
@@ -46,3 +49,17 @@ def test_the_commands_run_and_a_launch_takes_the_data(
     args = parse(*shlex.split(flags.replace("\\\n", " ")), "--eval-iters", "1")
     args.padded_vocab_size = 384
     refuse(dataset.tokens(args))
+
+
+def test_prepare_data_leaves_out_files_of_a_folder_and_ends_at_a_line(tmp_path: Path) -> None:
+    assert "always ends at the first such line; it leaves out such files of a folder" in PAGE
+    lines = write_lines(tmp_path / "a.jsonl", ["one", "two"]).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-9])
+    (tmp_path / "c.txt").write_bytes(b"caf\xe9")
+    left_out = LeftOut()
+    assert len(list(documents_at(tmp_path, "text", left_out))) == 2
+    named = " ".join(left_out.lines())
+    assert "b.jsonl.gz" in named and "c.txt" in named
+    (tmp_path / "d.jsonl").write_text('{"other": "key"}\n')
+    with pytest.raises(DataError, match="d.jsonl:1: no text"):
+        list(documents_at(tmp_path, "text", LeftOut()))
