@@ -13,9 +13,11 @@ def read(path: Path, sequence: int) -> tuple[Model, list[str]]:
     """(the model of a config.json, Megatron's flags for it).
 
     path: the file, or its folder. sequence: the tokens of a training sequence. Raises ConfigError
-    for a file that cannot be read, for sequences longer than it allows, and for architectures that
-    cannot be imported or estimated.
+    for a file that has another name or cannot be read, for sequences longer than it allows, and for
+    architectures that cannot be imported or estimated.
     """
+    if path.is_file() and path.name != model_files.CONFIG:
+        raise ConfigError(f"--hf-config {path}: rename it to {model_files.CONFIG}")
     config = model_files.read_config(path.parent if path.name == model_files.CONFIG else path)
     found = families.by_name(config["model_type"]).settings(config, config["vocab_size"])
     if not isinstance(found["moe_layer_freq"], int):

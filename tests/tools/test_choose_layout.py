@@ -182,6 +182,12 @@ def test_flags_that_contradict_a_config_are_refused(
         run([*JOB, "--hf-config", config(tmp_path), "--seq-length", "4096", *flags])
 
 
+def test_a_config_with_another_name_is_refused(tmp_path: Path) -> None:
+    found = Path(config(tmp_path)).rename(tmp_path / "llama.json")
+    with pytest.raises(ConfigError, match="llama.json: rename it to config.json"):
+        run([*JOB, "--hf-config", str(found), "--seq-length", "4096"])
+
+
 def test_padding_of_a_config_s_vocabulary(tmp_path: Path) -> None:
     given = [*JOB, "--hf-config", config(tmp_path, vocab_size=32001), "--seq-length", "4096"]
     plain, padded = (
