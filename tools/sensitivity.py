@@ -178,6 +178,20 @@ def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
     return evaluate
 
 
+def heading(recipe: Recipe, share: float) -> list[str]:
+    """Lines above the table: the share of training that is measured, if there are phases, and how W
+    is rounded, if training rounds it towards an average."""
+    lines = []
+    if any(each.phases for each in recipe.followed):
+        lines.append(f"At {share:g} of training:")
+    if any(each.weight_average for each in recipe.followed):
+        lines.append(
+            "W is rounded to nearest here, not towards its average: an evaluation loads no state "
+            "of the optimizer."
+        )
+    return lines
+
+
 def table(low: float, high: float, found: Sequence[Found], recipe: str, other: str) -> list[str]:
     """A Markdown table: layers, then kinds of linears, each in the order of their gains."""
 
@@ -252,8 +266,8 @@ def main() -> None:
         sys.exit(f"sensitivity: --work {args.work}: {error.strerror}: give another folder")
     except (ValueError, ConfigError, RunFailed) as error:
         sys.exit(f"sensitivity: {error}")
-    if any(each.phases for each in recipe.followed):
-        print(f"At {args.at:g} of training:\n")
+    for line in heading(recipe, args.at):
+        print(f"{line}\n")
     print("\n".join(table(low, high, found, launch.recipe, args.in_place)))
     print()
     print(chosen(found, args.choose, low, launch, args.in_place))

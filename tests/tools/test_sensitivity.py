@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_fp4 import Recipe, get_recipe, list_recipes
+from megatron_fp4 import Phase, Recipe, get_recipe, list_recipes
 from megatron_fp4.recipes.assignment import recipe_for
 from testing.worlds.launch import MOCK_DATA, ROOT, TINY, train
 from tools.sensitivity import (
@@ -20,6 +20,7 @@ from tools.sensitivity import (
     Launch,
     chosen,
     flags_of,
+    heading,
     main,
     places,
     read_launch,
@@ -150,6 +151,16 @@ def test_layers_are_measured_in_their_own_phase(tmp_path: Path) -> None:
     assert flags[2:] == [
         "--fp4-module-recipe", "*=bf16", "--fp4-module-recipe", f"decoder.layers.0.*={flags[1]}"
     ]  # fmt: skip
+
+
+def test_the_heading_says_what_is_measured() -> None:
+    average = "W is rounded to nearest here, not towards its average"
+    assert heading(get_recipe("tetrajet"), 0.5) == []
+    assert heading(get_recipe("auto"), 0.5) == ["At 0.5 of training:"]
+    [line] = heading(get_recipe("tetrajet-ema"), 0.0)
+    assert line.startswith(average)
+    both = replace(get_recipe("tetrajet-ema"), phases=(Phase(0.5, get_recipe("fp8")),))
+    assert [line.startswith(average) for line in heading(both, 0.0)] == [False, True]
 
 
 @pytest.mark.parametrize("name", list_recipes())
