@@ -23,7 +23,9 @@ _FUNCTION = (
     "moe_router_topk_scaling_factor apply_residual_connection_post_layernorm softmax_type "
     "window_size seq_length activation_func_clamp_value glu_linear_offset use_mup "
     "mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
-    "mup_attn_scale_power moe_router_num_groups moe_router_group_topk moe_apply_probs_on_input"
+    "mup_attn_scale_power moe_router_num_groups moe_router_group_topk moe_apply_probs_on_input "
+    "attention_output_gate experimental_attention_variant moe_latent_size no_rope_freq qk_l2_norm "
+    "moe_router_enable_expert_bias moe_shared_expert_glu_interleave_size"
 ).split()
 LAYOUT = (
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.convert import arguments, command
+from megatron_fp4.convert.huggingface.settings import UNSUPPORTED
 from testing.builders import checkpoints
 
 # Megatron records from where a launch went on, and so what differs between a run that was resumed
@@ -39,3 +40,10 @@ def test_a_resumed_run_is_equal_to_the_unbroken_one(
     monkeypatch.setattr(arguments, "_OF_A_PROCESS", ())
     assert compared(unbroken, resumed) == 1
     assert "  iteration: 0 | 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_what_changes_the_function_of_a_model_is_an_argument_of_the_model(name: str) -> None:
+    """So that weights of two functions are not averaged."""
+    only_rounding = name == "apply_query_key_layer_scaling"
+    assert arguments.group(name) == ("training" if only_rounding else "model")
