@@ -28,6 +28,7 @@ KINDS = {
     "quantize": (
         *("quantize_kernel", "transform_kernel", "top_kernel", "largest_kernel", "cast_kernel"),
         *("row_kernel", "split_kernel", "dense_kernel", "factor_kernel", "signs_kernel"),
+        "restore_kernel",
         *("cast_transpose", "amax", "unary_kernel", "transpose_optimized"),  # Transformer Engine's
     ),
     "carry": (
