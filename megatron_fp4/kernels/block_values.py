@@ -44,6 +44,17 @@ def restores(quantizer: Quantizer, group: int) -> bool:
 
 
 @triton.jit
+def _tile(n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's tile of a contiguous matrix [n_rows, n_columns].
+
+    Returns (the offsets of its elements, int64 [ROWS, COLUMNS]; whether each is in the matrix).
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return rows.to(tl.int64) * n_columns + columns, (rows < n_rows) & (columns < n_columns)
+
+
+@triton.jit
 def _read(
     codes_ptr,
     scales_ptr,
@@ -61,10 +72,8 @@ def _read(
     Returns (low, high): float32 [ROWS, BYTES], the values of the low and of the high nibbles. They
     are exact. For the arguments see `decode_kernel`.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
-    there = (rows < n_rows) & (at < n_bytes)
-    byte = tl.load(codes_ptr + rows.to(tl.int64) * n_bytes + at, mask=there, other=0).to(tl.int32)
+    places, there = _tile(n_rows, n_bytes, ROWS, BYTES)
+    byte = tl.load(codes_ptr + places, mask=there, other=0).to(tl.int32)
     lines = tl.program_id(0) * (ROWS // ACROSS) + tl.arange(0, ROWS // ACROSS)[:, None]
     blocks = tl.program_id(1) * (2 * BYTES // ALONG) + tl.arange(0, 2 * BYTES // ALONG)[None, :]
     n_blocks = 2 * n_bytes // ALONG
@@ -106,11 +115,8 @@ def decode_kernel(
     """
     low, high = _read(codes_ptr, scales_ptr, n_rows, n_bytes, ACROSS, ALONG, BIAS, NAN, ROWS, BYTES)
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
-    there = (rows < n_rows) & (at < n_bytes)
-    places = values_ptr + rows.to(tl.int64) * n_bytes + at
-    tl.store(places, ((low >> 16) & 0xFFFF) | (high & -0x10000), mask=there)
+    places, there = _tile(n_rows, n_bytes, ROWS, BYTES)
+    tl.store(values_ptr + places, ((low >> 16) & 0xFFFF) | (high & -0x10000), mask=there)
 
 
 @kernel(fp_fusion=True)
@@ -140,10 +146,8 @@ def restore_kernel(
     found = restored(
         tl.reshape(tl.join(low, high), (ROWS, 2 * BYTES)), signs_ptr, TURN, INTERPRETED
     )
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(1) * (2 * BYTES) + tl.arange(0, 2 * BYTES)[None, :]
-    there = (rows < n_rows) & (columns < 2 * n_bytes)
-    tl.store(values_ptr + rows.to(tl.int64) * (2 * n_bytes) + columns, found, mask=there)
+    places, there = _tile(n_rows, 2 * n_bytes, ROWS, 2 * BYTES)
+    tl.store(values_ptr + places, found, mask=there)
 
 
 def values(x: QuantizedTensor) -> Tensor:
@@ -174,10 +178,10 @@ def dequantized(x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def inverse(x: QuantizedTensor, transform: Transform) -> Tensor:
-    """The inverse Hadamard transform along the blocked axis of the decoded matrix: float32
-    [rows, K], with that axis last.
+    """Decodes a quantized matrix, and undoes the Hadamard transform that it had before.
 
-    x: a matrix, with a quantizer that `restores`. K is a multiple of the group.
+    x: a matrix for whose quantizer `restores` is true. transform: along its blocked axis of length
+    K, a multiple of the group. Returns float32 [rows, K], with the blocked axis last.
     """
     codes = x.codes.contiguous()
     rows, half = codes.shape
@@ -188,7 +192,7 @@ def inverse(x: QuantizedTensor, transform: Transform) -> Tensor:
 
 
 def _constants(quantizer: Quantizer) -> dict[str, Any]:
-    """The constants of both kernels."""
+    """The constants that `decode_kernel` and `restore_kernel` share."""
     bias, _, nan = scale_format(quantizer)
     across, along = quantizer.block
     return dict(ACROSS=across, ALONG=along, BIAS=bias, NAN=nan, ROWS=TILE, BYTES=TILE)
