@@ -1,8 +1,11 @@
-"""The running text of a page, in which a sentence is found wherever its lines break."""
+"""The running text of a page, and the committed results that its sentences are held to."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from benchmarks.study import matrix, results
+from benchmarks.study.__main__ import default_results
 
 ROOT = Path(__file__).parents[3]
 
@@ -10,3 +13,8 @@ ROOT = Path(__file__).parents[3]
 def prose(page: str) -> str:
     """The text of a page with one space between words. page: its path from the checkout."""
     return " ".join((ROOT / page).read_text().split())
+
+
+def rows_of(name: str) -> list[results.Row]:
+    """The committed results of the matrix with this name."""
+    return results.read(ROOT / default_results(matrix.read(name)))

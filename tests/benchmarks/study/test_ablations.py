@@ -6,13 +6,13 @@ import statistics
 
 import pytest
 
-from benchmarks.study import comparison, matrix, results, tables
+from benchmarks.study import comparison, matrix, tables
 from benchmarks.study.claims_of_parts import CLAIMS_OF_PARTS, LARGE, SMALL
 from benchmarks.study.gaps import gap
 from benchmarks.study.matrix import BF16
 from benchmarks.study.recipe_paths import ablation, candidate
 from benchmarks.study.verdicts import NOISE
-from tests.benchmarks.study.prose import ROOT, prose
+from tests.benchmarks.study.prose import prose, rows_of
 
 STUDY, RECIPES = (prose(f"docs/{name}.md") for name in ("study", "recipes"))
 Losses = dict[str, float]  # the held-out loss at the end by recipe, of seed 1; means over rounding
@@ -21,7 +21,7 @@ Losses = dict[str, float]  # the held-out loss at the end by recipe, of seed 1; 
 @pytest.fixture(scope="module")
 def losses() -> Losses:
     found: dict[str, list[float]] = {}
-    for row in results.read(ROOT / f"benchmarks/results/study-{LARGE}.jsonl"):
+    for row in rows_of(LARGE):
         found.setdefault(row["configuration"]["recipe"], []).append(row["held_out"][-1][1])
     assert {name for name, own in found.items() if len(own) > 1} == {"tetrajet"}
     assert len(found["tetrajet"]) == 3
@@ -115,7 +115,7 @@ def test_what_is_below_the_noise_of_one_run(losses: Losses) -> None:
 
 
 def test_the_parts_at_3m_decide_nothing_yet() -> None:
-    rows = results.read(ROOT / f"benchmarks/results/study-{SMALL}.jsonl")
+    rows = rows_of(SMALL)
     [cell] = tables.cells(rows)
     gaps = {name: gap(rows, cell, name, BF16) for name in tables.recipes(rows) if name != BF16}
     found = {name: each.by_seed for name, each in gaps.items() if each is not None}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.study import results
-from tests.benchmarks.study.prose import ROOT, prose
+from tests.benchmarks.study.prose import prose, rows_of
 
 OWN = "fp8-ends-then-fp8.yaml"  # the file of `tetrajet-fp8`
 FINALISTS = ("bf16", "tetrajet", OWN, "fp8", "four-over-six")
@@ -16,7 +15,7 @@ Losses = dict[str, dict[float, float]]  # by recipe and learning rate
 @pytest.fixture(scope="module")
 def losses() -> Losses:
     found: Losses = {}
-    for row in results.read(ROOT / "benchmarks/results/study-rates-26M.jsonl"):
+    for row in rows_of("rates-26M"):
         of = row["configuration"]
         by_rate = found.setdefault(of["recipe"].split("/")[-1], {})
         by_rate[of["learning_rate"]] = row["held_out"][-1][1]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.study import comparison, recipe_facts, recipes_page, results
+from benchmarks.study import comparison, recipe_facts, recipes_page
 from benchmarks.study.gaps import paired
 from megatron_fp4.estimate.plans import recipe_named
-from tests.benchmarks.study.prose import ROOT, prose
+from tests.benchmarks.study.prose import ROOT, prose, rows_of
 
 FOUND = comparison.read()
 
@@ -81,7 +81,7 @@ def test_the_rounding_seeds_of_one_matrix() -> None:
 
 
 def test_the_curves_of_two_multipliers() -> None:
-    rows = results.read(ROOT / "benchmarks/results/study-same-loss-3M.jsonl")
+    rows = rows_of("same-loss-3M")
     curves = {
         (row["configuration"]["recipe"], row["configuration"]["seed"]): dict(row["train"])
         for row in rows
@@ -103,7 +103,7 @@ def test_the_curves_of_two_multipliers() -> None:
 
 
 def test_tensor_parallelism_from_the_same_weights() -> None:
-    rows = results.read(ROOT / "benchmarks/results/study-same-loss-3M.jsonl")
+    rows = rows_of("same-loss-3M")
     ends = {
         (of["recipe"], of["seed"]): row["held_out"][-1][1]
         for row in rows

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.study import matrix, results, tables
+from benchmarks.study import matrix, tables
 from benchmarks.study.gaps import Gap, losses, paired
 from benchmarks.study.matrix import BF16
 from benchmarks.study.verdicts import NOISE
-from tests.benchmarks.study.prose import ROOT, prose
+from tests.benchmarks.study.prose import prose, rows_of
 
 STUDY, RECIPES = (prose(f"docs/{name}.md") for name in ("study", "recipes"))
 MXFP4, FP8 = "tetrajet", "fp8"
@@ -16,7 +16,7 @@ TRAINED = (BF16, FP8, "tetrajet", "tetrajet-fp8")
 
 def above(study: str, recipe: str, entry: str) -> Gap:
     """The loss of the models of a recipe in a precision, minus that of BF16's in BF16."""
-    rows = results.read(ROOT / f"benchmarks/results/study-{study}.jsonl")
+    rows = rows_of(study)
     [cell] = tables.cells(rows)
     found = paired(losses(rows, cell, recipe, entry), losses(rows, cell, BF16, BF16))
     assert found is not None
