@@ -71,8 +71,10 @@ class Comparison:
 
 
 def read(folder: Path = RESULTS) -> Comparison:
-    """What the result files of `folder` have of MATRICES. Raises StudyError if no run of a recipe
-    has finished."""
+    """Reads the runs of MATRICES from their result files in `folder`.
+
+    Raises StudyError if no run of a recipe beside BF16 has finished.
+    """
     studies = [matrix.read(name) for name in MATRICES]
     rows = [row for name in MATRICES for row in results.read(folder / f"study-{name}.jsonl")]
     finished: dict[str, Row] = {}

@@ -138,10 +138,10 @@ class Launch:
 
 
 def evaluation_flags(flags: list[str], entry: str) -> list[str]:
-    """The flags of a launch that trains nothing, and evaluates a model by another recipe.
+    """The flags of a launch that evaluates a trained model in another precision without training.
 
-    flags: those that the model was trained with. entry: the recipe of the evaluation, perhaps with
-    options, or BF16.
+    flags: the flags of the model's training, whose `--fp4-...` flags are left out. entry: the
+    recipe of the evaluation, as matrices name it, or BF16.
     """
     kept, is_fp4 = [], False
     for word in flags:

@@ -1,4 +1,4 @@
-"""The recipe files of the studies, by their paths from the checkout, as matrices name them."""
+"""Paths of the studies' recipe files, relative to the checkout. Matrices name the files so."""
 
 
 def candidate(name: str) -> str:

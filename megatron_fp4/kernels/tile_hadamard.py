@@ -51,9 +51,9 @@ def turn_of(transform: Transform | None) -> Turn:
 
 @triton.jit
 def _matrix(signs_ptr, GROUP: tl.constexpr, SIGNED: tl.constexpr):
-    """The Hadamard matrix, float32 [GROUP, GROUP], whose rows are multiplied by the signs.
+    """diag(signs) times the Hadamard matrix, with elements 1 and -1: float32 [GROUP, GROUP].
 
-    signs_ptr: float32 [GROUP]; read if SIGNED.
+    signs_ptr: float32 [GROUP]. SIGNED: whether there are signs; else the Hadamard matrix alone.
     """
     HIGH: tl.constexpr = GROUP // 16
     low = _odd(tl.arange(0, 16)[None, :, None, None] & tl.arange(0, 16)[None, None, None, :])

@@ -96,7 +96,11 @@ def recipe_of_fields(content: Mapping[str, Any], where: str) -> Recipe:
 def _recipe_of(
     content: dict[str, Any], path: Path, options: Mapping[str, Any], above: tuple[Path, ...]
 ) -> Recipe:
-    """The recipe of a file with these keys. The other arguments are those of `load_recipe_file`."""
+    """The Recipe of a recipe file.
+
+    content: the keys of the file; without a name it gets the file's. The other arguments are those
+    of `load_recipe_file`.
+    """
     content.setdefault("name", path.stem)
     return _recipe_from(content, Recipe(name=path.stem), path, options, above)
 

@@ -1,5 +1,7 @@
-"""Compares the kernels for block scales in small floats (E4M3, UE5M3), and in E8M0 for float32
-matrices, with the reference, on a GPU or in Triton's interpreter.
+"""Compares the kernels of kernels/blocks.py and kernels/block_values.py with the PyTorch reference.
+
+They quantize BF16 with E4M3 and UE5M3 scales, and float32 with E8M0 scales, decode the result, and
+undo Hadamard transforms. Runs on a GPU, or in Triton's interpreter:
 
     TRITON_INTERPRET=1 python -m testing.kernels.compare_block_scales [e4m3]
 

@@ -1,6 +1,7 @@
-"""The states beside one weight: this rank's part, and the copy that the layer reads.
+"""The states that a recipe keeps for one weight, such as its moving average.
 
-weight_states.py says what they are, and has those of all weights. C stands for megatron/core.
+For each state this module has the part that this rank's optimizer updates, and the copy that the
+layer reads. weight_states.py has the states of all weights. C stands for megatron/core.
 """
 
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class KeptStates:
         return torch.full_like(self.main, FIRST[name], dtype=self.dtypes[name])
 
     def put(self, name: str, state: Tensor) -> None:
-        """Stores `state` in the optimizer as this rank's part of the state `name`."""
+        """Makes `state` this rank's part of the state `name`, in the optimizer's own state."""
         assert self.inner is not None and self.main is not None
         self.inner.state[self.main][key_of(name)] = state
 

@@ -142,7 +142,8 @@ class Run:
             self._clock.set(self._drawn(max(self._step, 0)), self._microbatch)
 
     def _start_step(self, step: int) -> None:
-        """Begins the step `step`, and reports what the monitor has read of those before it."""
+        """Begins training step `step`, from 0, and logs the NaN, Inf and rounded elements that the
+        monitor has counted in earlier steps."""
         # Megatron's log counts steps from 1.
         self._log.nonfinite(self.monitor.start_step(step + 1))
         self._log.rounding(self.monitor.rounding)
