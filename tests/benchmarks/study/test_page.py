@@ -42,17 +42,17 @@ COMMITTED = {
     "recipes-3M": ("docs/study.md", "NVIDIA H200"),
     "rates-26M": ("docs/study.md", "NVIDIA H200"),
     "served": ("docs/study.md", "NVIDIA H200"),
+    "served-3M": ("docs/study.md", "NVIDIA H200"),
+    "recipes": ("docs/study.md", "NVIDIA H200"),
+    "ablations": ("docs/study.md", "NVIDIA H200"),
     "sweep-best": ("docs/design-space.md", "NVIDIA H200"),
 }
 
 
 UNFINISHED = {
-    "ablations": "docs/study.md",
     "ablations-3M": "docs/study.md",
     "candidates": "docs/study.md",
-    "recipes": "docs/study.md",
     "same-loss-3M": "docs/study.md",
-    "served-3M": "docs/study.md",
     "sizes": "docs/study.md",
 }  # tables of the runs so far
 PAGES = {name: page for name, (page, _) in COMMITTED.items()} | UNFINISHED

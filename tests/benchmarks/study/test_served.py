@@ -27,6 +27,19 @@ def of_26m(entry: str) -> dict[str, float]:
     return {recipe: above("served", recipe, entry).mean for recipe in TRAINED}
 
 
+def of_3m(entry: str) -> dict[str, Gap]:
+    """The same of the 3M models, with their seeds."""
+    found = {recipe: above("served-3M", recipe, entry) for recipe in TRAINED}
+    assert all([*each.by_seed] == [1, 2, 3] for each in found.values())
+    return found
+
+
+def differ(found: dict[str, Gap]) -> tuple[float, float]:
+    """How far the means are apart, and the most that the seeds of one recipe are."""
+    means = [each.mean for each in found.values()]
+    return max(means) - min(means), max(each.spread or 0 for each in found.values())
+
+
 def test_models_of_26m_in_mxfp4_cannot_be_told_apart() -> None:
     found = of_26m(MXFP4)
     low, high, own = (f"{found[name]:.3f}" for name in (BF16, "tetrajet-fp8", "tetrajet"))
@@ -80,19 +93,33 @@ def test_what_an_export_costs() -> None:
 
 
 def test_models_of_3m_in_mxfp4_cannot_be_told_apart() -> None:
-    """The mistake: means over three seeds stand beside means over two of them."""
-    every = {recipe: above("served-3M", recipe, MXFP4) for recipe in TRAINED}
-    assert [[*each.by_seed] for each in every.values()] == [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2]]
-    found = [Gap({seed: each.by_seed[seed] for seed in (1, 2)}) for each in every.values()]
-    bf16, fp8, plain, own = (f"{each.mean:.3f}" for each in found)
+    found = of_3m(MXFP4)
+    bf16, fp8, plain, own = (f"{found[recipe].mean:.3f}" for recipe in TRAINED)
     assert (
-        f"With these two seeds the models in MXFP4 are at {bf16} (BF16), {fp8} (`fp8`), {plain} "
+        f"With three seeds the models in MXFP4 are at {bf16} (BF16), {fp8} (`fp8`), {plain} "
         f"(`tetrajet`) and {own} (`tetrajet-fp8`)."
     ) in STUDY
-    spreads = [each.spread for each in found if each.spread is not None]
-    means = [each.mean for each in found]
-    assert f"The two seeds of one recipe are up to {max(spreads):.3f} apart" in STUDY
-    assert max(means) - min(means) < max(spreads)
+    apart, spread = differ(found)
+    assert f"The seeds of one recipe are up to {spread:.3f} apart" in STUDY
+    assert apart < spread
+
+
+def test_models_of_3m_with_w_alone_in_mxfp4() -> None:
+    found = of_3m(W_ALONE)
+    means = [f"{each.mean:.3f}" for each in found.values()]
+    assert (
+        f"With W alone in MXFP4 they are at {', '.join(means[:-1])} and {means[-1]}, in the order "
+        "of 26M but for `fp8`, and also within the spread of the seeds."
+    ) in STUDY
+    apart, spread = differ(found)
+    assert apart < spread
+    large = of_26m(W_ALONE)
+    orders = [
+        sorted((name for name in TRAINED if name != FP8), key=at.__getitem__)
+        for at in (large, {name: each.mean for name, each in found.items()})
+    ]
+    assert orders[0] == orders[1]
+    assert found[FP8].mean < found[BF16].mean and large[FP8] > large[BF16]
 
 
 def test_the_precisions_are_those_of_the_matrices() -> None:
