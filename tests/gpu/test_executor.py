@@ -15,7 +15,10 @@ from megatron_fp4.target import target_of
 from testing.scripts.compare_executors import FORMS, REMADE
 from testing.worlds.launch import ROOT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
 RECIPES = [*uniform_recipes(), "tests/cpp/hot.yaml"]
 
 
