@@ -16,13 +16,9 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import unpack
 from megatron_fp4.arithmetic.philox import Key, Noise, Signs
-from megatron_fp4.arithmetic.quantizer import (
-    QuantizedTensor,
-    Quantizer,
-    get_quantizer,
-    list_quantizers,
-    quantize_matrix,
-)
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer, list_quantizers
 from megatron_fp4.makers import choose
 from megatron_fp4.makers.base import Given, Maker, OperandPlan
 from megatron_fp4.makers.pytorch import make_operand

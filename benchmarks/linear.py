@@ -29,7 +29,8 @@ from torch import Tensor
 from benchmarks import te
 from benchmarks.timing import medians
 from megatron_fp4 import get_recipe
-from megatron_fp4.arithmetic.quantizer import get_quantizer, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.multipliers.hopper import Hopper

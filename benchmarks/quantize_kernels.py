@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.timing import medians
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.quantize import Copy, quantize

@@ -5,13 +5,9 @@ gives the codes and scales of a tensor. docs/numerics.md defines the results bit
 depend on the device.
 """
 
-from megatron_fp4.arithmetic.quantizer import (
-    QuantizedTensor,
-    Quantizer,
-    get_quantizer,
-    list_quantizers,
-    quantize,
-)
+from megatron_fp4.arithmetic.quantize import quantize
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer, list_quantizers
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.linear import linear
 from megatron_fp4.module import Linear, name_layers, update_averages

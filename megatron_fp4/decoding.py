@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import inverse
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.operands import Decoded
 from megatron_fp4.target import triton_problem
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm, factors, normed
 from megatron_fp4.arithmetic.swiglu import swiglu, swiglu_gradient
 

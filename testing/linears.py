@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, Recipe, linear
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from testing.oracles import relative_error
 
 Results = dict[str, Tensor]  # "y" [tokens, out], "dx" [tokens, in], "dw" [out, in]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear, quantize, recipe_fields
-from megatron_fp4.arithmetic import quantizer_fields
+from megatron_fp4.arithmetic import quantizer
 from megatron_fp4.arithmetic.philox import Signs, stream_id
 from megatron_fp4.execution import call, forward
 from megatron_fp4.execution.backward import Backward
@@ -255,7 +255,7 @@ def test_other_signs_for_the_two_operands_fail(
 )
 def test_ue5m3_mistakes_fail(options: dict, gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearest rounding after random signs errs by less than a hundredth: it takes more steps."""
-    monkeypatch.setattr(quantizer_fields, "_check_scales", lambda quantizer: None)
+    monkeypatch.setattr(quantizer, "_check_scales", lambda quantizer: None)
     recipe = get_recipe("ue5m3", **options)
     expected = forward_quantized(UE5M3)[gradient]
     assert not judge(SAMPLE[gradient], recipe, expected, 4 * FEW).unbiased

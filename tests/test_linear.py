@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_recipe, linear
 from megatron_fp4.arithmetic.philox import Key, random_bits16, random_signs, stream_id
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.recipe import HIGH_PRECISION
 from testing.oracles import normal, relative_error
 

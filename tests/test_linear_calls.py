@@ -21,7 +21,7 @@ from megatron_fp4 import (
 )
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key, random_signs, stream_id
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.errors import SizeError
 from megatron_fp4.execution import backward
 from megatron_fp4.execution.call import Call, Site

@@ -15,7 +15,8 @@ from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, get_recip
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key, random_signs, stream_id
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from testing.oracles import normal, relative_error
 
 TOKENS, IN, OUT = 64, 96, 64

@@ -17,7 +17,9 @@ from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe,
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.philox import Key, random_bits16, random_signs, stream_id
-from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import NVFP4
 from testing.oracles import normal, relative_error
 
 SEED, STEP = 0xABCDEF0123456789, 17

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, linear
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from testing.oracles import normal, relative_error
 
 TOKENS, IN, OUT = 64, 96, 48

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_fp4 import GemmRecipe, Quantizer, Recipe, get_quantizer, get_recipe, linear
 from megatron_fp4.arithmetic.estimators import Estimator
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.description import estimator_words
 from testing.oracles import relative_error, ue5m3_value
 from tests.test_linear_estimators import BOUND, problem, run

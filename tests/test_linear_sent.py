@@ -15,7 +15,8 @@ from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.philox import Key
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import quantized_linear

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fp4 import GemmRecipe, Linear, Quantizer, Recipe, get_quantizer, get_recipe, linear
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.arithmetic.rms_norm import RmsNorm, factors, normed
 from megatron_fp4.arithmetic.swiglu import swiglu
 from megatron_fp4.arithmetic.token_mean import centered, mean_of, token_sums

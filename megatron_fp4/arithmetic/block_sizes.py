@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_fp4.arithmetic.quantizer import Quantizer
 
 
 def check_divides(quantizer: Quantizer, rows: int, k: int, axis: int | str) -> None:

@@ -14,16 +14,12 @@ instead, which weighs all blocks alike.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic import formats
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.arithmetic.scaling import per_block
-
-if TYPE_CHECKING:
-    from megatron_fp4.arithmetic.quantizer import Quantizer
 
 
 def scales_of_unit_gain(

@@ -1,6 +1,6 @@
-"""Quantizer (element format, scale format, block, scale rule, rounding) and QuantizedTensor.
+"""Quantizer: element format, scale format, block, scale rule and rounding; and the named ones.
 
-The reference of all kernels, which give the same bits. docs/numerics.md is the specification.
+docs/numerics.md says what each of them does.
 """
 
 from __future__ import annotations
@@ -11,28 +11,15 @@ from functools import cached_property
 from typing import Any, Literal
 from zlib import crc32
 
-import torch
-from torch import Tensor
-
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.block_sizes import check_divides
-from megatron_fp4.arithmetic.formats import widen
-from megatron_fp4.arithmetic.gain import scales_of_unit_gain
-from megatron_fp4.arithmetic.philox import WHOLE, Key, random_bits16
-from megatron_fp4.arithmetic.quantizer_fields import Rule, check_fields
-from megatron_fp4.arithmetic.scaling import (
-    average_for,
-    largest_for_scales,
-    per_block,
-    rows_along,
-    scale_average,
-    scale_blocks,
-)
-from megatron_fp4.errors import ConfigError
-from megatron_fp4.inputs import check_tensor
+from megatron_fp4.arithmetic.formats import E8M0_BIAS, SCALE_FLOATS
+from megatron_fp4.arithmetic.fp8_scales import LONGEST, scales_in_fp8
+from megatron_fp4.errors import ConfigError, check_choices
 
 WHOLE_AXIS = 0  # a block size that means the whole axis
-COUNTS = 4  # integers of `QuantizedTensor.counts` before the reciprocals
+Rule = Literal["floor", "ceil", "mse", "nearest", "up", "four-over-six", "mse-fp8", "absmax"]
+_RULES = {"e8m0": ("floor", "ceil", "nearest", "mse"), "fp32": ("absmax",)}
+_FLOAT_RULES = ("nearest", "up", "four-over-six", "mse-fp8")  # of e4m3 and ue5m3
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ class Quantizer:
     scale_rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_fields(self)
 
     def __hash__(self) -> int:  # cheap, since every call of a linear hashes it to find its plan
         return self._hash
@@ -144,231 +131,110 @@ class Quantizer:
         return (self.spans_axis or self.row_max > 0) and sharded == axis
 
 
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """Codes and scales of one tensor, with the blocked axis last.
-
-    codes: uint8: 4-bit codes, two in a byte, [..., K / 2]; or FP8 codes [..., K].
-    scales: one for each block: [..., K / length], or [rows / height, K / length] where the block
-        height is not 1. uint8 for E8M0, E4M3 and UE5M3. float32 scales are stored as the factor
-        that multiplied the tensor: the decoded value is code / scale.
-    tensor_scale: the outer scale, float32, which multiplies block scales, or None. A scalar; or
-        [rows, 1] of rows with scales of their own: with `row_max`, or rows of several tensors.
-    shape: the shape of the tensor that was quantized. axis: the blocked axis of that tensor.
-    counts: int32 [4], which a kernel writes: the tally and two unused zeros. [4 + rows] beside
-        float32 scales, with the bits of the reciprocal of each. None: no kernel wrote it.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    tensor_scale: Tensor | None
-    quantizer: Quantizer
-    shape: torch.Size
-    axis: int
-    counts: Tensor | None = None
-
-    @property
-    def reciprocals(self) -> Tensor:
-        """The reciprocals of float32 scales, [rows, 1], that a kernel has written."""
-        assert self.counts is not None
-        return self.counts[COUNTS:].view(torch.float32).view(-1, 1)
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    def elements(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values of the codes without any scale, [..., K] with the blocked axis last."""
-        return self.quantizer.format.decode_stored(self.codes, dtype)
-
-    def block_scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The factors that multiply the elements of each block, without the tensor scale."""
-        if self.quantizer.scale == "e8m0":
-            return formats.decode_e8m0(self.scales, dtype)
-        if self.quantizer.scale == "fp32":
-            if self.counts is not None and dtype == torch.float32:
-                return self.reciprocals[: self.scales.numel()].view(self.scales.shape)
-            return self.scales.to(dtype).reciprocal()
-        return formats.SCALE_FLOATS[self.quantizer.scale].decode(self.scales, dtype)
-
-    def with_row_factors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
-        """(values, row factors): the decoded matrix is their product.
-
-        values: [rows, K] in `dtype` with the blocked axis last, exact in BF16 (where
-        `Quantizer.exact_in_bf16` says so); block scales are multiplied in, unless a block spans
-        the axis. Row factors: [rows, 1], [1, 1] or None, the scales that are left to multiply the
-        rows of the product with.
-        """
-        values = self.elements(dtype)
-        values = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
-        if self.quantizer.spans_axis:
-            factors = self.block_scales(formats.wide(dtype)).view(-1, 1)
-            return values, factors if self.tensor_scale is None else factors * self.tensor_scale
-        if self.quantizer.scale == "fp32":
-            scales = self.scales.to(dtype)
-            return per_block(values, self.quantizer.block, scales, torch.div), None
-        values = per_block(values, self.quantizer.block, self.block_scales(dtype), torch.mul)
-        if self.tensor_scale is None:
-            return values, None
-        return values, self.tensor_scale.view(-1, 1).to(formats.wide(dtype))
-
-    def unscaled(self) -> QuantizedTensor:
-        """A tensor with float32 scales, which are replaced by one scale of 1 for the tensor."""
-        assert self.quantizer.scale == "fp32"
-        quantizer = replace(self.quantizer, block=(WHOLE_AXIS, WHOLE_AXIS))
-        scales = formats.table((1.0,), torch.float32, self.device).view(1, 1)
-        return replace(self, scales=scales, quantizer=quantizer, counts=None)
-
-    def along(self, axis: int) -> QuantizedTensor:
-        """A matrix with one scale for the tensor, transposed if `axis` is not last already. Both
-        of its sizes must be even where two codes share a byte."""
-        if axis == self.axis:
-            return self
-        if self.quantizer.format.packed:
-            codes = formats.pack(formats.unpack(self.codes).t().contiguous())
-        else:
-            codes = self.codes.t().contiguous()
-        return replace(self, codes=codes, axis=axis, counts=None)
-
-    def tally(self) -> Tensor:
-        """int32 [2], as `operands.Decoded.tally`: 0 rounded elements, and 1 if any block is NaN, or
-        their number where a kernel has counted them."""
-        if self.counts is not None:
-            return self.counts[:2]
-        if self.quantizer.scale == "fp32":
-            nan = self.scales.isnan().any()
-        else:
-            nan = (self.scales == (0x7F if self.quantizer.scale == "e4m3" else 0xFF)).any()
-        return torch.stack((torch.zeros_like(nan), nan)).int()
-
-    def grid_coordinates(self, x: Tensor) -> Tensor:
-        """`x` divided by this tensor's scales and multiplied by the prescale: what is rounded.
-
-        x: of the shape of the quantized tensor. Returns [rows, K] with the blocked axis last, in
-        float32 (float64 for float64 input); NaN or Inf in blocks whose scale is zero or NaN. With
-        `unit_gain` the scales changed after x was rounded, by a few percent in most groups.
-        """
-        matrix = widen(x).movedim(self.axis, -1)
-        matrix = matrix.reshape(-1, matrix.shape[-1])
-        if self.quantizer.prescale != 1.0:
-            matrix = matrix * self.quantizer.prescale
-        if self.quantizer.scale == "fp32":
-            return per_block(matrix, self.quantizer.block, self.scales.to(matrix.dtype), torch.mul)
-        scales = self.block_scales(matrix.dtype)
-        if self.tensor_scale is not None:
-            scales = scales.view(-1, scales.shape[-1]) * self.tensor_scale
-        return per_block(matrix, self.quantizer.block, scales, torch.div)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The decoded tensor, in the shape of the tensor that was quantized, rounded to `dtype`."""
-        wide = formats.wide(dtype)
-        values, factors = self.with_row_factors(wide)
-        if self.quantizer.scale == "fp32" and self.quantizer.spans_axis:
-            values = values / self.scales.to(wide).view(-1, 1)
-        elif factors is not None:
-            values = values * factors
-        moved = list(self.shape)
-        moved.append(moved.pop(self.axis))
-        return values.view(moved).movedim(-1, self.axis).to(dtype)
+# --- which fields go together --------------------------------------------------------------------
 
 
-def quantize_matrix(
-    x: Tensor,
-    quantizer: Quantizer,
-    *,
-    axis: int,
-    bits: Tensor | None = None,
-    average: Tensor | None = None,
-    largest: Tensor | None = None,
-) -> QuantizedTensor:
-    """Quantize `x` in blocks along `axis`.
-
-    x: at least one axis; float32 and narrower are computed in float32, float64 in float64.
-    bits: random integers in [0, 65536) of x's shape; required by a quantizer that draws.
-    average: a moving average of x, of its shape; required for rounding ema. Scales and signs are
-        x's.
-    largest: the maximum of `largest_magnitudes` over the ranks that share a scale of x
-        (`Quantizer.scale_spans`); None if x is the whole tensor.
-    Raises ConfigError if a block does not divide the axis or the rows, or if the bits or the
-    average that the rounding needs are missing.
-    """
-    if not isinstance(axis, int) or not -x.dim() <= axis < x.dim():
-        raise ConfigError(f"a tensor of {x.dim()} axes has no axis {axis!r}")
-    axis %= x.dim()
-    moved = x.detach().movedim(axis, -1)
-    rows, k = math.prod(moved.shape[:-1]), moved.shape[-1]
-    check_divides(quantizer, rows, k, axis)
-    matrix = rows_along(x, axis)
-    scaled, scales, tensor_scale, finite = scale_blocks(matrix, quantizer, largest)
-    form = quantizer.format
-    if quantizer.prescale != 1.0:
-        scaled = scaled * quantizer.prescale
-    if isinstance(form, formats.Fp4):
-        if quantizer.draws:
-            if bits is None:
-                raise ConfigError("a stochastic quantizer needs random bits: give it a seed")
-            bits = bits.movedim(axis, -1).reshape(rows, k).contiguous()
-        toward = None
-        average = average_for(x, quantizer, average)
-        if average is not None:
-            kept = rows_along(average, axis).to(matrix.dtype)
-            toward, scales, finite = scale_average(kept, matrix, scales, finite, quantizer)
-        codes = form.encode(scaled, bits if quantizer.stochastic else None, toward)
-        if quantizer.unit_gain:
-            drawn = bits if quantizer.draws else None
-            scales = scales_of_unit_gain(matrix, codes, scales, tensor_scale, quantizer, drawn)
-    else:
-        codes = form.encode(scaled)
-    codes = per_block(codes, quantizer.block, finite.to(torch.uint8), torch.mul)
-    codes = form.stored(codes)
-    codes = codes.view(*moved.shape[:-1], codes.shape[-1])
-    if quantizer.block[0] == 1:
-        scales = scales.view(*moved.shape[:-1], scales.shape[-1])
-    return QuantizedTensor(codes, scales, tensor_scale, quantizer, x.shape, axis)
+def _check_fields(quantizer: Quantizer) -> None:
+    """Raises ConfigError for fields that are out of range or contradict each other."""
+    check_choices(quantizer)
+    _check_numbers(quantizer)
+    _check_block(quantizer)
+    _check_scales(quantizer)
+    _check_rounding(quantizer)
+    _check_gain(quantizer)
 
 
-def largest_magnitudes(x: Tensor, quantizer: Quantizer, axis: int) -> Tensor:
-    """The largest magnitudes of this rank's part of a tensor whose scales ranks share.
-
-    Their maximum over the ranks is `quantize_matrix`'s `largest`. Returns [rows, 1] for row scales,
-    and a single element for a tensor scale; Inf stands for NaN too.
-    """
-    return largest_for_scales(rows_along(x, axis), quantizer)
+def _check_numbers(q: Quantizer) -> None:
+    for name in ("prescale", "inflate", "tensor_max", "row_max"):
+        if not isinstance(value := getattr(q, name), int | float) or not math.isfinite(value):
+            raise ConfigError(f"{name} is a finite number, not {value!r}")
 
 
-def quantize(
-    x: Tensor,
-    quantizer: Quantizer | str,
-    *,
-    axis: int = -1,
-    seed: int | None = None,
-    average: Tensor | None = None,
-) -> QuantizedTensor:
-    """Quantize a whole tensor in blocks along `axis`.
-
-    x: a dense tensor in float16, bfloat16, float32 or float64.
-    quantizer: a Quantizer, or a name that `list_quantizers` lists.
-    seed: the key of a stochastic quantizer's random bits (step 0, stream 0); required for one.
-    average: a moving average of x, of its shape; required for rounding ema.
-    The result is not differentiable, and neither is its `dequantize`: this function is for looking
-    at codes. Raises ConfigError for an unknown name, a missing seed or average, an unsupported
-    tensor, or an axis that is not a multiple of the block.
-    """
-    if not isinstance(quantizer, Quantizer):
-        quantizer = get_quantizer(quantizer)
-    check_tensor(x, "quantize: x")
-    if average is not None and quantizer.rounding != "ema":
-        raise ConfigError(f"rounding {quantizer.rounding} takes no average: leave it out")
-    bits = None
-    if quantizer.draws:
-        if seed is None:
-            raise ConfigError("a stochastic quantizer needs random bits: pass seed=<integer>")
-        rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1
-        bits = random_bits16(rows, columns, Key(seed), 0, WHOLE, x.device).view(x.shape)
-    return quantize_matrix(x, quantizer, axis=axis, bits=bits, average=average)
+def _check_block(q: Quantizer) -> None:
+    if not isinstance(q.block, tuple) or len(q.block) != 2:
+        raise ConfigError(
+            f"block is two numbers, across and along, such as (1, 32), not {q.block!r}"
+        )
+    sizes = [b for b in q.block if isinstance(b, int) and b >= 0]
+    if sizes != list(q.block) or (not q.spans_axis and 0 in sizes):
+        raise ConfigError(f"block is [across, along], [1, 0] or [0, 0], not {q.block}")
+    if q.spans_axis and q.block[0] > 1:
+        raise ConfigError(f"a block along a whole axis is [1, 0] or [0, 0], not {q.block}")
 
 
-# --- names --------------------------------------------------------------------------------------
+def _check_scales(q: Quantizer) -> None:
+    if min(q.prescale, q.inflate) <= 0 or min(q.tensor_max, q.row_max) < 0:
+        raise ConfigError("prescale and inflate are above 0, tensor_max and row_max 0 or more")
+    if q.scale in ("e8m0", "fp32") and (q.tensor_max or q.inflate != 1.0):
+        raise ConfigError(f"scale {q.scale} takes neither tensor_max nor inflate")
+    if q.row_max and (q.scale == "fp32" or q.tensor_max or q.spans_axis or q.block[0] != 1):
+        raise ConfigError(
+            "row_max takes e8m0, e4m3 or ue5m3 scales for blocks within a row, and no tensor_max"
+        )
+    if q.row_max and q.scale == "e8m0" and math.frexp(q.row_max)[0] != 0.5:
+        raise ConfigError(f"row_max of e8m0 scales is a power of two, not {q.row_max:g}")
+    rules = _RULES.get(q.scale, _FLOAT_RULES)
+    if q.rule not in rules:
+        raise ConfigError(f"scale {q.scale} takes rule {' or '.join(rules)}, not {q.rule!r}")
+    largest = _largest_scale(q)
+    for name, value in (("tensor_max", q.tensor_max), ("row_max", q.row_max)):
+        if value > largest:
+            raise ConfigError(
+                f"{q.rule} takes no {name} of {value:g}: its largest scale is {largest:g}"
+            )
+
+
+def _largest_scale(q: Quantizer) -> float:
+    """The largest block scale that the quantizer's rule gives. 2^127 for E8M0 and FP32 scales."""
+    if q.rule == "mse-fp8":
+        return scales_in_fp8(q.scale)[-1][0]
+    return SCALE_FLOATS[q.scale].max if q.scale in SCALE_FLOATS else 2.0**E8M0_BIAS
+
+
+def _check_rounding(q: Quantizer) -> None:
+    if not q.format.packed and (q.scale != "fp32" or q.stochastic or not q.spans_axis):
+        raise ConfigError(
+            f"{q.element} elements take fp32 scales of a whole row or tensor, and nearest rounding"
+        )
+    form = q.element, q.scale, q.prescale, q.row_max
+    if q.rounding == "ema" and form != ("e2m1", "e8m0", 1.0, 0.0):
+        raise ConfigError(
+            "rounding ema takes e2m1 elements, e8m0 scales, no row_max and no prescale"
+        )
+    if q.rule == "mse" and (q.rounding != "nearest" or q.prescale != 1.0):
+        raise ConfigError("rule mse takes nearest rounding and no prescale")
+    fits = (q.element, q.block[0], q.rounding) == ("e2m1", 1, "nearest")
+    if q.rule in ("four-over-six", "mse-fp8") and not fits:
+        raise ConfigError(f"{q.rule} takes blocks of one row, nearest rounding and e2m1 elements")
+    if q.rule == "mse-fp8":
+        _check_scales_in_fp8(q)
+
+
+def _check_scales_in_fp8(q: Quantizer) -> None:
+    if (q.inflate, q.prescale, q.unit_gain) != (1.0, 1.0, 0):
+        raise ConfigError("mse-fp8 takes neither inflate nor prescale nor unit_gain")
+    if not 0 < q.block[1] <= LONGEST:
+        raise ConfigError(f"mse-fp8 takes blocks of at most {LONGEST} elements, not {q.block}")
+
+
+def _check_gain(q: Quantizer) -> None:
+    group, length = q.unit_gain, q.block[1]
+    if not isinstance(group, int) or group < 0:
+        raise ConfigError(f"unit_gain is a number of elements, 0 or more, not {group!r}")
+    if q.scale_rounding != "nearest" and not group:
+        raise ConfigError("scale_rounding rounds the scales that unit_gain changes: give both")
+    form = q.element == "e2m1" and q.scale in ("e4m3", "ue5m3")
+    if group and (not form or q.block[0] != 1 or q.spans_axis):
+        raise ConfigError(
+            "unit_gain takes e2m1 elements, and e4m3 or ue5m3 scales for blocks within a row"
+        )
+    if group and (group % length or q.rounding != "nearest" or q.prescale != 1.0):
+        raise ConfigError(
+            f"unit_gain takes a multiple of the block of {length}, nearest rounding and no prescale"
+        )
+
+
+# --- names ---------------------------------------------------------------------------------------
 
 NVFP4 = Quantizer(scale="e4m3", block=(1, 16), rule="nearest", tensor_max=448.0)
 

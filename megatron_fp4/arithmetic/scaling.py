@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from torch import Tensor
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.fp8_scales import choose
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
 
 
 def rows_along(x: Tensor, axis: int) -> Tensor:
@@ -144,14 +141,15 @@ def _divided_by_row_scales(matrix: Tensor, scales: Tensor, quantizer: Quantizer)
     return (matrix / scales).clamp_(-limit, limit)
 
 
-def average_for(
-    x: Tensor | QuantizedTensor, quantizer: Quantizer, average: Tensor | None
-) -> Tensor | None:
-    """`average` if the quantizer rounds towards it (rounding ema), else None. Raises ConfigError
-    if one is needed and there is none of x's shape."""
+def average_for(shape: torch.Size, quantizer: Quantizer, average: Tensor | None) -> Tensor | None:
+    """`average` if the quantizer rounds towards it (rounding ema), else None.
+
+    shape: of the tensor that is quantized. Raises ConfigError if an average is needed and there is
+    none of this shape.
+    """
     if quantizer.rounding != "ema":
         return None
-    if average is None or average.shape != x.shape:
+    if average is None or average.shape != shape:
         raise ConfigError("rounding ema takes a moving average of the tensor's shape")
     return average
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.convert import keys
 from megatron_fp4.convert.blocks import ELEMENTS, blocks
 from megatron_fp4.convert.keys import Address, address

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_fp4.arithmetic.formats import wide
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.backward import Backward
 from megatron_fp4.execution.call import ALONE, Beside, Call, Site
 from megatron_fp4.execution.follow import Follower

@@ -23,7 +23,7 @@ from megatron_fp4.arithmetic.philox import (
     stream_id,
     stream_label,
 )
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.communication import TensorParallel
 from megatron_fp4.execution.weights import HeldWeight

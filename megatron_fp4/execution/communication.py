@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fp4.arithmetic.hot_channels import Columns, Outliers
 from megatron_fp4.arithmetic.outliers import Residual
-from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS
 from megatron_fp4.operands import Operand
 from megatron_fp4.recording import current
 from megatron_fp4.setting import Sharding

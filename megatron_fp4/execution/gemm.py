@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import OperandPlan

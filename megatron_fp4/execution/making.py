@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import wide
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.decoding import decoded, dequantized, inverse_of
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import MatrixName, OperandPlan

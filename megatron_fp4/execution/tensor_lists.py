@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.hot_channels import Columns, Outliers
 from megatron_fp4.arithmetic.outliers import Residual
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.operands import Operand
 
 TensorList = list[Tensor | None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.tensor_lists import TensorList, take_apart
 from megatron_fp4.operands import Carriers, Decoded, Form, Made
 

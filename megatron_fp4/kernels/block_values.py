@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import wide
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels.blocks import RULES, scale_format
 from megatron_fp4.kernels.decode import bf16_of
 from megatron_fp4.kernels.float_blocks import e8m0_scale

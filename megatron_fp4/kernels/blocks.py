@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import E2M1, E8M0_BIAS, E8M0_NAN, SCALE_FLOATS
 from megatron_fp4.arithmetic.philox import Noise, signed
-from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import COUNTS, QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels.arguments import Draws
 from megatron_fp4.kernels.encode import nearest, pack, stochastic
 from megatron_fp4.kernels.float_scales import spread

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.kernels.float_scales import scale_of
 from megatron_fp4.kernels.fp8 import FORMATS, LOWEST, looked_up, table
 from megatron_fp4.kernels.launch import INTERPRETED, Launch, address, kernel, planned, tiles

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import Estimator
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.kernels.float_blocks import e8m0_scale
 from megatron_fp4.kernels.launch import Launch, kernel, planned, tiles
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS, FixedSigns
 from megatron_fp4.arithmetic.philox import GROUP, Key, Noise, Placement, Signs, signed, word
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.arithmetic.scaling import average_for
 from megatron_fp4.kernels.arguments import Draws, Output, Random, Rounding, Source, Tile
 from megatron_fp4.kernels.fp8 import FORMATS
@@ -132,7 +133,7 @@ def quantize(
         wanted[1 - axis] = carrier or True
     if quantizer.rounding == "ema":
         assert isinstance(x, Tensor | QuantizedTensor)
-        average = average_for(x, quantizer, average)
+        average = average_for(x.shape, quantizer, average)
         assert average is not None
         average = average.to(torch.float32).contiguous()
     copied = wanted[0], wanted[1]

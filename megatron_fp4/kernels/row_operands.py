@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import COUNTS, QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels.launch import Launch, planned, tiles
 from megatron_fp4.kernels.rows import Element, Out, RowForm, cast_kernel, largest_kernel, row_kernel
 from megatron_fp4.operands import Decoded, Made

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megatron_fp4.arithmetic.quantizer import COUNTS
+from megatron_fp4.arithmetic.quantized_tensor import COUNTS
 from megatron_fp4.kernels.encode import nearest, nearest_even, pack
 from megatron_fp4.kernels.launch import kernel
 

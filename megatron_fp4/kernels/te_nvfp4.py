@@ -13,7 +13,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 
 LARGEST = 6.0 * 448.0  # the largest code times the largest block scale
 

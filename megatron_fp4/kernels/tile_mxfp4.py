@@ -1,6 +1,6 @@
 """Quantizes a tile to E2M1 codes with an E8M0 scale for each block of 16 or 32, in Triton.
 
-docs/numerics.md defines the bits, and arithmetic/quantizer.py is the reference. The blocks of a
+docs/numerics.md defines the bits, and arithmetic/quantize.py is the reference. The blocks of a
 tile lie along its rows or along its columns. Kernels of mxfp4.py and hadamard.py call this.
 
 Tiles are [rows / 8, 8, columns]. A hint (`source.loaded`) spreads the threads of a warp over the

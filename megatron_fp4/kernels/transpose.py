@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import COUNTS, QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import COUNTS, QuantizedTensor
 from megatron_fp4.kernels.encode import pack
 from megatron_fp4.kernels.launch import Launch, kept, kernel, planned, tiles
 from megatron_fp4.kernels.row_operands import CARRIERS, form_of

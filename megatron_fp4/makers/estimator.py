@@ -20,7 +20,8 @@ from megatron_fp4.arithmetic.estimators import (
 )
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS, Fp4, scale_grid, widen
 from megatron_fp4.arithmetic.hadamard import inverse, transform
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.arithmetic.scaling import per_block
 from megatron_fp4.makers import PYTORCH
 from megatron_fp4.makers.base import NOTHING, Given, OperandPlan

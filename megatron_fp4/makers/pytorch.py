@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import widen
 from megatron_fp4.arithmetic.hadamard import transform
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantize import largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.operands import Made, Matrix, Operand
 

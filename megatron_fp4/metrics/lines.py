@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_fp4.arithmetic.formats import pack
-from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import WHOLE_AXIS, Quantizer
 from megatron_fp4.operands import Computed, Matrix, Operand
 
 

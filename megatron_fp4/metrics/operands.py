@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.arithmetic.scaling import in_blocks
 from megatron_fp4.metrics.ratios import decibels, histogram, ratio
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.metrics import operands
 
 # Elements of one kind that wait at most. Their sums take some 100 bytes of memory for each.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.formats import Fp4, table
 from megatron_fp4.arithmetic.philox import stream_id
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.metrics.ratios import ratio
 
 SAMPLE = 8  # rows of each weight that are followed from step to step

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.decoding import decoded
 from megatron_fp4.operands import Decoded, Form, Made, Operand
 from megatron_fp4.target import Target, kernels_problem, triton_problem

@@ -13,7 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import NVFP4, Quantizer
 from megatron_fp4.multipliers.base import Product, ReadsCodes, codes_problem, finish
 from megatron_fp4.multipliers.trial import trial
 from megatron_fp4.operands import Form

@@ -13,7 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.multipliers.base import Product, ReadsCodes, mxfp4_problem
 from megatron_fp4.multipliers.trial import TRIED, trial
 from megatron_fp4.operands import Form

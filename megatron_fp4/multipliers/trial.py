@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 
 # Relative Frobenius errors that docs/numerics.md allows, by the dtype of the output.
 _BOUND = {torch.bfloat16: 2e-3, torch.float32: 2e-4}

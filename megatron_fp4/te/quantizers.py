@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.making import make_operands, source_of

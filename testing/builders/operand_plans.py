@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import make_operand
 from megatron_fp4.operands import Operand

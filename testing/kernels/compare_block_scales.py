@@ -22,7 +22,8 @@ from megatron_fp4 import Quantizer, get_quantizer
 from megatron_fp4.arithmetic import hadamard
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantize import largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.kernels.block_values import decoded, decodes, dequantized, inverse, restores
 from megatron_fp4.kernels.blocks import find_largest, quantize, scale_format
 from megatron_fp4.kernels.tile_hadamard import Transform

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels.carrier import carried
 from megatron_fp4.kernels.elements import elements
 from megatron_fp4.kernels.quantize import Copy, quantize

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.estimators import Estimator
-from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.kernels.estimator import scale
 
 ROWS, COLUMNS = 12, 2112

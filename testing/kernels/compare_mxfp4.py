@@ -22,7 +22,9 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic.hadamard import FIXED_SIGNS, FixedSigns
 from megatron_fp4.arithmetic.philox import Key, Noise, Placement, Signs
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import carrier
 from megatron_fp4.kernels.fp8 import FORMATS
 from megatron_fp4.kernels.quantize import Copy, quantize

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_fp4.arithmetic import rms_norm as reference
 from megatron_fp4.arithmetic.philox import Key, Noise
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.kernels import rms_norm
 from megatron_fp4.kernels.quantize import Copy, quantize

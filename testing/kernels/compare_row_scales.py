@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.kernels.row_operands import CARRIERS, RowOperand, find_largest, quantize
 from megatron_fp4.kernels.transpose import transposed
 from megatron_fp4.makers.base import Given

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_fp4 import get_recipe
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.makers.base import Maker, OperandPlan
 from megatron_fp4.mcore.model import sent_weights
 from megatron_fp4.mcore.model.sent_weights import SentWeights, _maker

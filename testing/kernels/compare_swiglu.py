@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key, Noise
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.kernels import carrier, swiglu
 from megatron_fp4.kernels.quantize import Copy, quantize
 from megatron_fp4.makers.mxfp4 import Mxfp4Kernel

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic.formats import unpack
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution import backward, forward, making
 from megatron_fp4.operands import Computed
 

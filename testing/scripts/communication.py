@@ -16,12 +16,9 @@ from torch import distributed as dist
 
 from megatron_fp4 import get_quantizer, list_quantizers
 from megatron_fp4.arithmetic.outliers import OutlierClamp, Residual
-from megatron_fp4.arithmetic.quantizer import (
-    QuantizedTensor,
-    Quantizer,
-    largest_magnitudes,
-    quantize_matrix,
-)
+from megatron_fp4.arithmetic.quantize import largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.execution import backward, making
 from megatron_fp4.execution.call import Site
 from megatron_fp4.execution.communication import TensorParallel

@@ -33,7 +33,8 @@ from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fp4.arithmetic.philox import Key, Placement
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.cpp import extension, lowering
 from megatron_fp4.cpp.executor import CppExecutor

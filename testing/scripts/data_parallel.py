@@ -32,7 +32,7 @@ from megatron_fp4 import (
     quantize,
     update_averages,
 )
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.mcore.runtime import gloo
 
 TOKENS, SIZE, STEPS = 64, 64, 24

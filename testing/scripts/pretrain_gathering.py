@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.gather import sent_shards
 from megatron_fp4.mcore.gather.buckets import CodesBucket

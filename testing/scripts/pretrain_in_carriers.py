@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_fp4 import multipliers
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.multipliers.base import Product
 from megatron_fp4.multipliers.reference import Reference
 from megatron_fp4.operands import Carriers, Decoded, Form, Made

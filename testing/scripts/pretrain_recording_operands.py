@@ -28,7 +28,7 @@ def main() -> None:
     cpu.install()
     from megatron.training import training
 
-    from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+    from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
     from megatron_fp4.execution import backward, forward, making
     from megatron_fp4.operands import Computed
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4 import ConfigError, Quantizer, get_recipe, quantize
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.recipe import GemmRecipe, Recipe
 from testing.oracles import GRID, fp4_code, mx_block, normal
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fp4 import ConfigError, QuantizedTensor, Quantizer, quantize
 from megatron_fp4.arithmetic import formats
 from megatron_fp4.arithmetic.formats import E1M2, E2M1
-from megatron_fp4.arithmetic.quantizer import largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantize import largest_magnitudes, quantize_matrix
 from testing.oracles import GRID, UNIFORM, e8m0_byte, fp4_code, mse_block, mx_block, normal
 
 TOP = UNIFORM[-1]

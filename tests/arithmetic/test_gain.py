@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_fp4 import ConfigError, Quantizer, quantize
 from megatron_fp4.arithmetic.formats import SCALE_FLOATS, unpack
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from testing.oracles import GRID, element_bits, fp4_code, normal, ue5m3_value
 
 EDEN = Quantizer(

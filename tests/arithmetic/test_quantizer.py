@@ -25,7 +25,7 @@ from megatron_fp4 import (
     quantize,
 )
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from testing.oracles import e8m0_byte, fp4_code, matrix_bits, mx_block, normal
 
 ALL_NAMES = list_quantizers()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import ConfigError, Quantizer
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.arithmetic.ramping import LONGEST, Adam, Movement, Ramped, Ramping, update
 from megatron_fp4.arithmetic.ramping_adamw import RampingAdamW, Snapshot
 from testing.oracles import normal

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4 import Quantizer, quantize
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.quantizer import largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantize import largest_magnitudes, quantize_matrix
 from testing.oracles import fp4_code, normal
 
 ROWS: dict[str, dict] = {

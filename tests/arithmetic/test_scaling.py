@@ -20,7 +20,7 @@ from megatron_fp4 import (
     quantize,
 )
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.quantizer import largest_magnitudes, quantize_matrix
+from megatron_fp4.arithmetic.quantize import largest_magnitudes, quantize_matrix
 from testing.oracles import e8m0_byte, mse_block, mx_block, normal
 
 Rule = Literal["floor", "ceil", "nearest"]

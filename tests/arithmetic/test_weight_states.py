@@ -11,7 +11,7 @@ import torch
 
 from megatron_fp4 import ConfigError, GemmRecipe, Quantizer, Recipe, get_recipe, linear
 from megatron_fp4.arithmetic.hadamard import Hadamard
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.arithmetic.weight_states import OptimizerStep, WeightAverage
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear

@@ -27,7 +27,7 @@ from benchmarks.first_run_checks import (
     recorded,
 )
 from megatron_fp4 import get_quantizer
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import PyTorch
 from megatron_fp4.multipliers.bf16 import Bf16

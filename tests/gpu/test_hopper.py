@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer, get_recipe, linear
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.call import Site
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.makers.base import Given

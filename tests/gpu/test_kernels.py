@@ -8,7 +8,8 @@ import torch
 from megatron_fp4 import get_recipe
 from megatron_fp4.arithmetic.outliers import OutlierClamp
 from megatron_fp4.arithmetic.philox import Key, Noise
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, get_quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.makers import choose, outliers
 from megatron_fp4.makers.base import Given
 from megatron_fp4.setting import Setting

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.multipliers.blackwell import Blackwell
 from megatron_fp4.operands import Made
 from testing.oracles import relative_error

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.multipliers import choose
 from megatron_fp4.multipliers.blackwell import Blackwell
 from megatron_fp4.multipliers.sm100 import Sm100, problem_on

@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_fp4 import Quantizer, get_quantizer, quantize
 from megatron_fp4.arithmetic.hadamard import transform
 from megatron_fp4.arithmetic.philox import Key, Noise, Signs, random_bits16
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.makers.base import Given
 from megatron_fp4.makers.pytorch import PyTorch, make_operand
 from megatron_fp4.multipliers.reference import Reference

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fp4 import Quantizer, Recipe, get_quantizer
 from megatron_fp4.arithmetic.outliers import OutlierClamp
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.kernels import outliers as kernel
 from megatron_fp4.makers import choose, outliers
 from megatron_fp4.setting import Setting

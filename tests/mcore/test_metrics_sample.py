@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_fp4 import get_quantizer, list_recipes
 from megatron_fp4.arithmetic.philox import Placement
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import quantized_linear

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from megatron_fp4 import Quantizer, Recipe
 from megatron_fp4.arithmetic.owned_blocks import owned_blocks
-from megatron_fp4.arithmetic.quantizer import quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.gather import sent_shards as module

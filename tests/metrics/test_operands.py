@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import list_quantizers, quantize
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer, get_quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.metrics.lines import rows_of
 from megatron_fp4.metrics.operands import (
     WIDTH,

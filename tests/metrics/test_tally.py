@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import list_quantizers, quantize
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.metrics import tally
 from megatron_fp4.metrics.lines import rows_of
 from megatron_fp4.metrics.operands import WIDTH, carrier_sums, operand_sums

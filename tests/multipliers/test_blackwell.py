@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, get_quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import get_quantizer
 from megatron_fp4.kernels import native
 from megatron_fp4.multipliers import blackwell, choose
 from megatron_fp4.multipliers.blackwell import problem_on

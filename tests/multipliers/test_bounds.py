@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer
 from megatron_fp4.multipliers.trial import bound
 from testing.oracles import relative_error
 

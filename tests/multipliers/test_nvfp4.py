@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import Quantizer, get_quantizer
-from megatron_fp4.arithmetic.quantizer import NVFP4, QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import NVFP4
 from megatron_fp4.multipliers import blackwell, choose, nvfp4
 from megatron_fp4.multipliers.nvfp4 import TRIED, Nvfp4, problem_on
 from megatron_fp4.operands import Made

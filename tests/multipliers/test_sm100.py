@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4 import get_quantizer
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, quantize_matrix
+from megatron_fp4.arithmetic.quantize import quantize_matrix
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.kernels.scaled_mm import swizzle
 from megatron_fp4.multipliers import blackwell, choose, sm100
 from megatron_fp4.multipliers.sm100 import Sm100, problem_on

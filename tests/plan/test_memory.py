@@ -13,7 +13,7 @@ from megatron_fp4 import Quantizer, get_recipe
 from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.linear import linear_before_swiglu, quantized_linear

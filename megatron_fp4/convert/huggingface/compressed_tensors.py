@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor, Quantizer
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.convert.huggingface.fp4 import QuantizedWeights, is_expert
 from megatron_fp4.convert.huggingface.layouts import Entry, Transposed
 from megatron_fp4.convert.safetensors_files import Named

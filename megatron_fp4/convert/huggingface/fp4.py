@@ -8,13 +8,9 @@ from functools import cached_property
 
 import torch
 
-from megatron_fp4.arithmetic.quantizer import (
-    QuantizedTensor,
-    Quantizer,
-    get_quantizer,
-    list_quantizers,
-    quantize,
-)
+from megatron_fp4.arithmetic.quantize import quantize
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
+from megatron_fp4.arithmetic.quantizer import Quantizer, get_quantizer, list_quantizers
 from megatron_fp4.arithmetic.weight_states import key_of
 from megatron_fp4.convert.huggingface.layouts import Entry
 from megatron_fp4.convert.torch_dist import Checkpoint

@@ -28,7 +28,7 @@ from megatron.training import training
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.weights import HeldWeight
 from megatron_fp4.makers.base import Given, OperandPlan

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_fp4.arithmetic.philox import GROUP
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.makers.base import Given, OperandPlan
 from megatron_fp4.makers.pytorch import before_quantizer

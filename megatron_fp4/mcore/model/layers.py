@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Placement
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.arithmetic.rms_norm import RmsNorm
 from megatron_fp4.execution.call import Call, Site
 from megatron_fp4.execution.communication import TensorParallel

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_fp4.arithmetic.philox import Key, Placement
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.execution.call import Site, Watch

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4 import makers
-from megatron_fp4.arithmetic.quantizer import QuantizedTensor
+from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.makers.base import Given, Maker, OperandPlan
 from megatron_fp4.plan.compiler import operand_plan
 from megatron_fp4.recipe import Recipe
