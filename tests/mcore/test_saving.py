@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor, serialization
+from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints import folders, saving
 from testing.worlds.checkpoints import ENDS, SIZES, TORCH, TP2_SP, TRACKER, good, run_in_turn
 from testing.worlds.checkpoints import saving as saves
-from testing.worlds.launch import MOCK_DATA, ROOT, TINY, Result, train
+from testing.worlds.launch import MOCK_DATA, ROOT, TINY, Result, torchrun, train
 
 # Runs a shell command where a small file system is mounted over a folder, which ends with it.
 MOUNT = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
@@ -60,6 +61,18 @@ def test_a_run_that_has_ended_saves_nothing_and_evaluates_as_it_did(tmp_path: Pa
     flags[flags.index("0.5")] = "1"
     early = train(1, *flags, "--load", str(tmp_path), "--fp4-load-anyway")
     assert early.evaluations != first.evaluations
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_by_a_nan_resumes_with_the_step_that_had_it(tmp_path: Path) -> None:
+    """The checkpoint of the step before is saved again, with the order to run that step again:
+    Megatron checks no loss of a process's first step but by such an order."""
+    flags = [*"--lr 1e20 --min-lr 1e19 --save-interval 1".split(), "--save", str(tmp_path)]
+    first = torchrun(1, *flags)
+    assert len(first.losses) == 1 and "Saving a checkpoint and exiting now" in first.output
+    again = torchrun(1, *flags, "--load", str(tmp_path))
+    assert "Will rerun step" in again.output and again.status != 0
+    assert not (tmp_path / "iter_0000002").exists()
 
 
 def times(checkpoint: Path) -> dict[str, int]:
@@ -159,6 +172,26 @@ def test_a_save_in_the_background_gets_its_manifest_when_it_is_finalized(
     for part in finalize:
         part()
     assert (tmp_path / "integrity.json").exists() and folders.flaw_of(tmp_path) is None
+
+
+def test_what_is_saved_is_saved_again_only_with_the_order_to_rerun_a_step(
+    one_rank: None, launch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, saved = RerunStateMachine(), list[int]()
+    monkeypatch.setattr(saving, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(saving, "_saved", [])
+
+    def upstream(iteration: int, **_: Any) -> None:
+        saved.append(iteration)
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+
+    save = saving._whole_or_told(upstream)
+    save(4)
+    save(4)
+    assert saved == [4]
+    machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+    save(4)
+    assert saved == [4, 4]
 
 
 def test_a_tracker_that_was_emptied_by_the_save_that_failed_is_restored(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import checkpointing, get_args, training
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -79,7 +80,7 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return save()
         folder = non_persistent_folder(launch) if non_persistent_ckpt else Path(launch.save)
         path = _folder_of(folder, iteration)
-        if on_first(lambda: _saved == [path] and _stays(path, launch.async_save)):
+        if on_first(lambda: _is_saved(path, launch.async_save)):
             return None  # saved again, it would be incomplete for a while, and say the same
         told = _failure_told(f"the checkpoint of iteration {iteration}", folder, path)
         with told, _helpers_kept(launch):
@@ -103,11 +104,16 @@ def keep(iteration: int) -> None:
     _saved[:] = [_folder_of(Path(get_args().save), iteration)]
 
 
-def _stays(path: Path, is_async: bool) -> bool:
-    """Whether the checkpoint in folder `path`, which this run saved or loaded, is there and whole.
+def _is_saved(path: Path, is_async: bool) -> bool:
+    """Whether the checkpoint in folder `path` has what would be saved there now: this run saved or
+    loaded it last, and it is complete.
 
     is_async: it may still be written, so that its folder is enough.
     """
+    # After a loss that is NaN again in a rerun, Megatron saves the last step once more, with the
+    # order to run the step after it again. Without the order a resumed run would train on the NaN.
+    if _saved != [path] or get_rerun_state_machine().state != RerunState.NOT_RUNNING_YET:
+        return False
     return path.is_dir() if is_async else flaw_of(path) is None
 
 
