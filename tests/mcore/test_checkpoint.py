@@ -1,5 +1,5 @@
 """Checkpoints in Megatron's own loop: a run goes on from one bit for bit, in another layout with
-the same state, and never from one that is not whole or was made with other numerics."""
+the same state, and never from one that is not complete or was made with other numerics."""
 
 import re
 import shutil
@@ -178,11 +178,11 @@ def test_where_upstream_would_end_well_having_trained_nothing(folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_newest_non_persistent_checkpoint_is_loaded_if_it_is_whole(folder: Path) -> None:
+def test_the_newest_non_persistent_checkpoint_is_loaded_if_it_is_complete(folder: Path) -> None:
     one = on_one(folder)
     assert "non-persistent iter 6" in good(one["global"]).output
     torn = folder / "global-torn"
-    assert f"{torn}/non_persistent/iter_0000006 is not a whole" in told(one["global torn"])
+    assert f"{torn}/non_persistent/iter_0000006 is not a complete" in told(one["global torn"])
 
 
 # --- what a killed run leaves ------------------------------------------------------------------
@@ -223,7 +223,7 @@ LAST: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [*DAMAGES, *LAST])
-def test_what_is_not_whole_is_named_with_what_to_do(
+def test_what_is_not_complete_is_named_with_what_to_do(
     folder: Path, tmp_path: Path, damage: str
 ) -> None:
     on_two(folder)
@@ -260,14 +260,14 @@ NON_PERSISTENT: dict[str, tuple[dict[str, str], str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", NON_PERSISTENT)
-def test_the_last_whole_one_may_be_persistent_or_not(
+def test_the_last_complete_one_may_be_persistent_or_not(
     folder: Path, tmp_path: Path, damage: str
 ) -> None:
     on_two(folder)
     run, beside = tmp_path / "run", tmp_path / "run" / "np"
     shutil.copytree(folder / "global", run)
     (run / "non_persistent").rename(beside)
-    assert problem_in(run, beside=beside) is None
+    assert problem_in(run, non_persistent=beside) is None
     harms, named, left = NON_PERSISTENT[damage]
     for path, harm in harms.items():
         if harm == "torn":
@@ -276,14 +276,14 @@ def test_the_last_whole_one_may_be_persistent_or_not(
             (run / path).write_text(harm)
         else:
             (run / path).unlink()
-    problem = str(problem_in(run, beside=beside))
+    problem = str(problem_in(run, non_persistent=beside))
     assert named in problem and "\n" not in problem
     for step, tracker in re.findall(r"write (\d+) into (\S+)", problem):  # as told
         Path(tracker).write_text(step)
     for tracker in re.findall(r"remove (\S+)", problem):
         Path(tracker).unlink()
-    assert problem_in(run, beside=beside) is None
-    loads = beside if folders._goes_first(beside, run, None) else run
+    assert problem_in(run, non_persistent=beside) is None
+    loads = beside if folders._prefers_non_persistent(beside, run, None) else run
     assert loads / f"iter_{int((loads / TRACKER).read_text()):07d}" == run / left
 
 
@@ -299,7 +299,7 @@ def test_an_iteration_asked_for_is_weighed_against_the_non_persistent_one(
     truncate(run / "iter_0000004" / "__0_0.distcp")
     shutil.rmtree(beside / "iter_0000006")
     problem = str(problem_in(run, 4, beside))
-    assert problem.endswith("; give --ckpt-step 2 to go on from the last whole one")
+    assert problem.endswith("; give --ckpt-step 2 to go on from the last complete one")
     assert problem_in(run, 2, beside) is None
 
 
@@ -308,7 +308,7 @@ def test_a_first_launch_finds_nothing_and_a_first_save_killed_neither(tmp_path: 
     (tmp_path / "iter_0000002").mkdir()
     assert problem_in(tmp_path) is None
     (tmp_path / TRACKER).write_text("2")
-    assert "none there is whole" in str(problem_in(tmp_path))
+    assert "no checkpoint there is complete" in str(problem_in(tmp_path))
 
 
 def test_a_converted_checkpoint_is_found_in_its_folder(tmp_path: Path) -> None:

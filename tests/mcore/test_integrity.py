@@ -153,7 +153,7 @@ def is_loaded(run: Path, result: Result) -> None:
 def is_told(run: Path, file: str, result: Result) -> None:
     line = told(result)
     assert f"{run / LAST} is damaged: {file} has changed since it was saved" in line
-    assert f"write 2 into {run / TRACKER} to go on from the last whole one" in line
+    assert f"write 2 into {run / TRACKER} to go on from the last complete one" in line
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Saves that fail, on a disk that is full or in a folder that is gone: one line, status 1, and the
-last whole checkpoint stays the one that loads."""
+last complete checkpoint stays the one that loads."""
 
 import os
 import re
@@ -82,7 +82,7 @@ def times(checkpoint: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", TORCH], ids=["torch_dist", "torch"])
-def test_a_full_disk_is_told_and_the_last_whole_checkpoint_stays(
+def test_a_full_disk_is_told_and_the_last_complete_checkpoint_stays(
     tmp_path: Path, flags: str
 ) -> None:
     first, second = on_a_small_disk(
@@ -90,7 +90,10 @@ def test_a_full_disk_is_told_and_the_last_whole_checkpoint_stays(
     )
     line = stopped(first)
     assert f"the checkpoint of iteration 4 was not saved: the disk is full at {tmp_path};" in line
-    assert f"the last whole one is of 2: make room, and launch with --load {tmp_path}" in line
+    assert (
+        f"the last complete one is of iteration 2: make room, and launch with --load {tmp_path}"
+        in line
+    )
     assert "at iteration 2" in good(second).output
 
 
@@ -151,7 +154,7 @@ def test_a_save_over_an_older_one_leaves_no_mixture(
     for name in ("metadata.json", ".metadata", "common.pt", "__0_0.distcp", "integrity.json"):
         (path / name).write_text("of the older")
     found: list[Path] = []
-    saving._whole_or_told(lambda *_, **__: found.extend(tmp_path.glob("**/*")))(4)
+    saving._saving_safely(lambda *_, **__: found.extend(tmp_path.glob("**/*")))(4)
     assert not found
 
 
@@ -185,7 +188,7 @@ def test_what_is_saved_is_saved_again_only_with_the_order_to_rerun_a_step(
         saved.append(iteration)
         (tmp_path / f"iter_{iteration:07d}").mkdir()
 
-    save = saving._whole_or_told(upstream)
+    save = saving._saving_safely(upstream)
     save(4)
     save(4)
     assert saved == [4]
@@ -204,7 +207,7 @@ def test_a_tracker_that_was_emptied_by_the_save_that_failed_is_restored(
         raise OSError(28, "No space left on device", str(tmp_path / TRACKER))
 
     with pytest.raises(ConfigError, match="iteration 4 was not saved: the disk is full at"):
-        saving._whole_or_told(save)(4)
+        saving._saving_safely(save)(4)
     assert (tmp_path / TRACKER).read_text() == "2"
 
 
@@ -215,10 +218,10 @@ def test_a_save_in_the_background_that_failed_is_told(
         raise CheckpointException("write", {})
 
     with pytest.raises(ConfigError, match="a checkpoint was not saved: "):
-        saving._told(finalize)()
+        saving._finalizing_in_one_line(finalize)()
     launch.save = str(tmp_path / "gone")
     with pytest.raises(ConfigError, match="gone cannot be written .No such file or directory"):
-        saving._told(finalize)()
+        saving._finalizing_in_one_line(finalize)()
 
 
 def test_an_error_that_is_not_the_disks_is_not_taken_for_one(
@@ -228,4 +231,4 @@ def test_an_error_that_is_not_the_disks_is_not_taken_for_one(
         raise KeyError("a mistake of the code")
 
     with pytest.raises(KeyError):
-        saving._whole_or_told(save)(4)
+        saving._saving_safely(save)(4)

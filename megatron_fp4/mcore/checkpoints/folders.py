@@ -16,60 +16,79 @@ from torch.distributed.checkpoint import FileSystemReader
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
-def problem_in(folder: Path, step: int | None = None, beside: Path | None = None) -> str | None:
+def problem_in(
+    folder: Path, step: int | None = None, non_persistent: Path | None = None
+) -> str | None:
     """Why a run cannot resume from `folder`, and what to do, as text for an error line.
 
     None if it can resume, and if the folder has no checkpoint.
 
     folder: the value of --load.
     step: the iteration to load (--ckpt-step); None: the one that the tracker file names.
-    beside: the folder of non-persistent checkpoints, or None. Megatron loads the newest of them if
-        it is at least as new as that of `folder`.
+    non_persistent: the folder of non-persistent checkpoints, or None. Megatron loads the newest of
+        them if it is at least as new as that of `folder`.
     """
     if mistake := _mistake(folder):
         return mistake
-    if beside is not None and _goes_first(beside, folder, step):
-        problem = _problem_of_named(beside, None)
+    if non_persistent is not None and _prefers_non_persistent(non_persistent, folder, step):
+        problem = _problem_of_named(non_persistent, None)
     else:
         problem = _problem_of_named(folder, step)
-    return problem and f"{problem}; {remedy(folder, step, beside)}"
+    return problem and f"{problem}; {remedy(folder, step, non_persistent)}"
 
 
-def chosen(folder: Path, step: int | None = None, beside: Path | None = None) -> Path | None:
+def chosen(
+    folder: Path, step: int | None = None, non_persistent: Path | None = None
+) -> Path | None:
     """The folder of the checkpoint that Megatron would load; None if there is no checkpoint.
 
     Takes the arguments of `problem_in`, which must have found no problem.
     """
-    if beside is not None and _goes_first(beside, folder, step):
-        return _path(beside, None)
+    if non_persistent is not None and _prefers_non_persistent(non_persistent, folder, step):
+        return _path(non_persistent, None)
     return _path(folder, step)
 
 
 def remedy(
-    folder: Path, step: int | None = None, beside: Path | None = None, damaged: Path | None = None
+    folder: Path,
+    step: int | None = None,
+    non_persistent: Path | None = None,
+    damaged: Path | None = None,
 ) -> str:
     """What the user can do to resume from the last complete checkpoint, as text for an error line.
 
     Takes the arguments of `problem_in`. damaged: the folder of a checkpoint that is known to be
     damaged although `flaw_of` finds nothing, for example by its SHA-256.
     """
-    last = last_whole(folder, damaged)
-    other = None if beside is None else last_whole(beside, damaged)
+    last = last_complete(folder, damaged)
+    other = None if non_persistent is None else last_complete(non_persistent, damaged)
     found = [iteration for iteration in (last, other) if iteration is not None]
     if not found:
-        return f"none there is whole: remove {folder}, or leave out --load, to start anew"
+        return (
+            f"no checkpoint there is complete: remove {folder}, or leave out --load, to start anew"
+        )
     best, steps = max(found), []
     persistent = _iteration(tracker_text(folder))
     if step is not None and persistent is not None:
         steps += [f"give --ckpt-step {best}"] * (step != best)
     elif persistent is None or persistent > best or (best == last and persistent != best):
         steps.append(f"write {best} into {tracker(folder)}")
-    newest = -1 if beside is None else _iteration(tracker_text(beside))
-    if beside is not None and best == other:
-        steps += [f"write {best} into {tracker(beside)}"] * (newest != best)
-    elif beside is not None and (newest is None or newest >= best):
-        steps.append(f"remove {tracker(beside)}")
-    return f"{' and '.join(steps)} to go on from the last whole one"
+    newest = -1 if non_persistent is None else _iteration(tracker_text(non_persistent))
+    if non_persistent is not None and best == other:
+        steps += [f"write {best} into {tracker(non_persistent)}"] * (newest != best)
+    elif non_persistent is not None and (newest is None or newest >= best):
+        steps.append(f"remove {tracker(non_persistent)}")
+    return f"{' and '.join(steps)} to go on from the last complete one"
+
+
+def load_places(args: argparse.Namespace, load_dir: Path) -> tuple[Path, int | None, Path | None]:
+    """(folder, step, non_persistent): what `problem_in`, `chosen` and `remedy` take, for a launch.
+
+    load_dir: the value of --load. args: Megatron's.
+    """
+    has_others = args.non_persistent_ckpt_type is not None
+    non_persistent = non_persistent_folder(args, load_dir) if has_others else None
+    return load_dir, args.ckpt_step, non_persistent
 
 
 def non_persistent_folder(args: argparse.Namespace, load_dir: Path | None = None) -> Path:
@@ -92,7 +111,7 @@ def tracker_text(folder: Path) -> str | None:
     return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
-def last_whole(folder: Path, damaged: Path | None = None) -> int | None:
+def last_complete(folder: Path, damaged: Path | None = None) -> int | None:
     """The newest iteration in `folder` with a complete checkpoint; None if there is none.
 
     damaged: the folder of a checkpoint that does not count.
@@ -182,7 +201,7 @@ def _path(folder: Path, step: int | None) -> Path | None:
 def _problem_of_named(folder: Path, step: int | None) -> str | None:
     text = tracker_text(folder)
     if text is None and step is None:
-        if last_whole(folder) is None:
+        if last_complete(folder) is None:
             return None
         return f"{folder} holds a checkpoint and no {tracker(folder).name}"
     if text is not None and _iteration(text) is None:
@@ -190,21 +209,22 @@ def _problem_of_named(folder: Path, step: int | None) -> str | None:
     path = _path(folder, step)
     assert path is not None
     flaw = flaw_of(path)
-    return flaw and f"{path} is not a whole checkpoint: {flaw}"
+    return flaw and f"{path} is not a complete checkpoint: {flaw}"
 
 
-def _goes_first(beside: Path, folder: Path, step: int | None) -> bool:
-    """Whether T/checkpointing.py:_load_base_checkpoint would load from `beside`, not `folder`.
+def _prefers_non_persistent(non_persistent: Path, folder: Path, step: int | None) -> bool:
+    """Whether T/checkpointing.py:_load_base_checkpoint would load from `non_persistent`, and not
+    from `folder`.
 
-    If the tracker file of `beside` is missing, whether it would load from there if the file were
-    right; if the tracker file names no iteration, True.
+    If the tracker file of `non_persistent` is missing, whether it would load from there if the file
+    named the last complete checkpoint there; if the tracker file names no iteration, True.
     """
-    persistent, newest = _iteration(tracker_text(folder)), _iteration(tracker_text(beside))
+    persistent, newest = _iteration(tracker_text(folder)), _iteration(tracker_text(non_persistent))
     if persistent is None:
         return False  # `folder` has an invalid tracker file, which Megatron reads in any case
     persistent = step or persistent
     if newest == -1:
-        return (last_whole(beside) or -1) > persistent
+        return (last_complete(non_persistent) or -1) > persistent
     return newest is None or newest >= persistent
 
 

@@ -43,7 +43,7 @@ def install() -> None:
     if hasattr(training.load_checkpoint, "__wrapped__"):
         return
     training.load_checkpoint = _in_one_line(training.load_checkpoint)
-    checkpointing._load_base_checkpoint = _if_whole(checkpointing._load_base_checkpoint)
+    checkpointing._load_base_checkpoint = _checking_files(checkpointing._load_base_checkpoint)
     checkpointing.check_checkpoint_args = _comparing(checkpointing.check_checkpoint_args)
     checkpointing.load_args_from_checkpoint = _in_one_line_at_parsing(
         checkpointing.load_args_from_checkpoint
@@ -69,7 +69,7 @@ def _comparing(upstream: Callable[..., None]) -> Callable[..., None]:
 # --- complete and unchanged files ----------------------------------------------------------------
 
 
-def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _checking_files(upstream: Callable[..., Any]) -> Callable[..., Any]:
     # T/checkpointing.py calls _load_base_checkpoint twice, first for the metadata (rank0=True) and
     # then for the tensors; for the format torch it calls it once for both. There, an invalid
     # tracker file would end the run with status 0, and without one training would start anew.
@@ -78,8 +78,8 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
         load_dir: str | None, args: argparse.Namespace, rank0: bool = False, **kwargs: Any
     ) -> Any:
         is_first = rank0 or args.ckpt_format == "torch"
-        if is_first and load_dir is not None and _is_judged(args):
-            _judge(Path(load_dir), args)
+        if is_first and load_dir is not None and _can_check_files(args):
+            _check_files(Path(load_dir), args)
         loaded = upstream(load_dir, args, rank0=rank0, **kwargs)
         state, _, release, _ = loaded
         saved = state.get("args") if state else None
@@ -95,15 +95,12 @@ def _if_whole(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return _load_base_checkpoint
 
 
-def _judge(load_dir: Path, args: argparse.Namespace) -> None:
+def _check_files(load_dir: Path, args: argparse.Namespace) -> None:
     """Raises ConfigError if the launch cannot resume from `load_dir`, on all ranks or on none.
 
     A folder without checkpoints is accepted, except with --exit-on-missing-checkpoint.
     """
-    beside = None
-    if args.non_persistent_ckpt_type is not None:
-        beside = folders.non_persistent_folder(args, load_dir)
-    places = load_dir, args.ckpt_step, beside
+    places = folders.load_places(args, load_dir)
     problem = on_first(lambda: folders.problem_in(*places))
     path = None if problem else on_first(lambda: folders.chosen(*places))
     if path is None:
@@ -147,7 +144,8 @@ def _changed(path: Path, args: argparse.Namespace) -> str | None:
     return None
 
 
-def _is_judged(args: argparse.Namespace) -> bool:
+def _can_check_files(args: argparse.Namespace) -> bool:
+    """Whether checkpoints are of a format that folders.py knows, in a folder of a file system."""
     plain = args.non_persistent_ckpt_type in (None, "global") and not args.enable_msc
     return plain and args.ckpt_format in ("torch_dist", "torch")
 

@@ -86,7 +86,9 @@ def loaded_folder(args: argparse.Namespace) -> Path | None:
 
     Every rank must call it. args: Megatron's.
     """
-    return on_first(lambda: folders.chosen(*_places(args))) if args.load else None
+    if not args.load:
+        return None
+    return on_first(lambda: folders.chosen(*folders.load_places(args, Path(args.load))))
 
 
 def _read(
@@ -96,7 +98,8 @@ def _read(
 
     Loading tells what is wrong with one that is not complete.
     """
-    if folders.problem_in(*_places(args)) or (path := folders.chosen(*_places(args))) is None:
+    places = folders.load_places(args, Path(args.load))
+    if folders.problem_in(*places) or (path := folders.chosen(*places)) is None:
         return None
     if not (path / ".metadata").exists():
         return None  # the format torch: the optimizer's own state has these tensors
@@ -106,14 +109,6 @@ def _read(
     # Most checkpoints have none, and their arguments need not be read twice.
     saved = dist_checkpointing.load_common_state_dict(str(path)).get("args") if states else None
     return states, saved or argparse.Namespace()
-
-
-def _places(args: argparse.Namespace) -> tuple[Path, int | None, Path | None]:
-    """The arguments of `folders.chosen`."""
-    folder, beside = Path(args.load), None
-    if args.non_persistent_ckpt_type is not None:
-        beside = folders.non_persistent_folder(args, folder)
-    return folder, args.ckpt_step, beside
 
 
 def _is_of(key: str, name: str) -> bool:

@@ -26,7 +26,7 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.checkpoints import integrity
 from megatron_fp4.mcore.checkpoints.folders import (
     flaw_of,
-    last_whole,
+    last_complete,
     non_persistent_folder,
     tracker,
     tracker_text,
@@ -37,18 +37,18 @@ from megatron_fp4.mcore.runtime.ranks import on_all, on_first
 # ones it is not a complete checkpoint.
 _FILES = ("metadata.json", ".metadata", "common.pt", integrity.INTEGRITY_FNAME, "*.distcp")
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-# Bytes that are written to find out whether the disk is full: more than it can have left when a
-# file of a checkpoint did not fit.
-_TRIED = 1 << 20
-# [the folder of a checkpoint that has the present state of the run, or an earlier one]
+# The number of bytes that are written to find out whether the disk is full. When a file of a
+# checkpoint did not fit, fewer are left.
+_PROBE_BYTES = 1 << 20
+# [the folder of the checkpoint that this process saved or loaded last]
 _saved: list[Path] = []
 
 
 def install() -> None:
     """Wraps Megatron's functions that save checkpoints. Call it once."""
     dist_checkpointing.save = _verifiable(dist_checkpointing.save)
-    training.save_checkpoint = _whole_or_told(training.save_checkpoint)
-    training.maybe_finalize_async_save = _told(training.maybe_finalize_async_save)
+    training.save_checkpoint = _saving_safely(training.save_checkpoint)
+    training.maybe_finalize_async_save = _finalizing_in_one_line(training.maybe_finalize_async_save)
 
 
 def _verifiable(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,8 @@ def _verifiable(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _saving_safely(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    # T/training.py calls save_checkpoint. It would write over older files of the same iteration.
     @functools.wraps(upstream)
     def save_checkpoint(
         iteration: int, *args: Any, non_persistent_ckpt: bool = False, **kwargs: Any
@@ -82,9 +83,9 @@ def _whole_or_told(upstream: Callable[..., Any]) -> Callable[..., Any]:
         path = _folder_of(folder, iteration)
         if on_first(lambda: _is_saved(path, launch.async_save)):
             return None  # saved again, it would be incomplete for a while, and say the same
-        told = _failure_told(f"the checkpoint of iteration {iteration}", folder, path)
-        with told, _helpers_kept(launch):
-            on_first(lambda: _empty(path))
+        failing = _failing_in_one_line(f"the checkpoint of iteration {iteration}", folder, path)
+        with failing, _signal_blocked(launch):
+            on_first(lambda: _delete(path))
             result = save()
             if launch.ckpt_format == "torch" and launch.fp4_verify_integrity:
                 integrity.write(path)
@@ -122,7 +123,7 @@ def _folder_of(folder: Path, iteration: int) -> Path:
 
 
 @contextmanager
-def _helpers_kept(launch: Any) -> Iterator[None]:
+def _signal_blocked(launch: Any) -> Iterator[None]:
     """A context whose new processes do not get --exit-signal, if --exit-signal-handler is given.
 
     C/dist_checkpointing/strategies/filesystem_async.py starts a process in the first save, which
@@ -144,7 +145,7 @@ def _helpers_kept(launch: Any) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {launch.exit_signal})
 
 
-def _empty(path: Path) -> None:
+def _delete(path: Path) -> None:
     """Deletes the checkpoint in folder `path`, if there is one. Raises OSError if it cannot.
 
     Files can be there if a run was killed while it saved, or went back with --ckpt-step.
@@ -164,7 +165,7 @@ def _empty(path: Path) -> None:
         path.rmdir()
 
 
-def _told(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _finalizing_in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
     # T/training.py:train calls maybe_finalize_async_save in every step. It raises the errors of
     # saves that run in the background.
     @functools.wraps(upstream)
@@ -172,14 +173,14 @@ def _told(upstream: Callable[..., Any]) -> Callable[..., Any]:
         launch = get_args()
         if not (launch.async_save and launch.save):
             return upstream(*args, **kwargs)
-        with _failure_told("a checkpoint", Path(launch.save)):
+        with _failing_in_one_line("a checkpoint", Path(launch.save)):
             return upstream(*args, **kwargs)
 
     return maybe_finalize_async_save
 
 
 @contextmanager
-def _failure_told(what: str, folder: Path, path: Path | None = None) -> Iterator[None]:
+def _failing_in_one_line(what: str, folder: Path, path: Path | None = None) -> Iterator[None]:
     """A context in which a failed write is raised as a ConfigError, on each rank where it failed.
 
     The message says what failed and which checkpoint can be loaded.
@@ -191,15 +192,15 @@ def _failure_told(what: str, folder: Path, path: Path | None = None) -> Iterator
     try:
         yield
     except CheckpointException as error:  # raised on all ranks if any rank failed to write
-        raise ConfigError(_unsaved(what, folder, path, _cause(folder, error))) from error
+        raise ConfigError(_failure_line(what, folder, path, _cause(folder, error))) from error
     except Exception as error:
         # Raised only on the rank that wrote; torchrun ends the others when that rank has exited.
-        # An error of torch.save does not say whether the disk is full, so _refusal tries it out.
-        refusal = error if isinstance(error, OSError) else _refusal(folder)
-        if refusal is None:
+        # An error of torch.save does not say whether the disk is full; _write_error finds out.
+        failure = error if isinstance(error, OSError) else _write_error(folder)
+        if failure is None:
             raise
         _restore(folder, before)
-        raise ConfigError(_unsaved(what, folder, path, refusal)) from error
+        raise ConfigError(_failure_line(what, folder, path, failure)) from error
 
 
 def _cause(folder: Path, error: CheckpointException) -> BaseException:
@@ -209,17 +210,17 @@ def _cause(folder: Path, error: CheckpointException) -> BaseException:
     rank failed. Only rank 0's CheckpointException contains the exceptions of the ranks.
     """
     failures = [failure for failure, _ in error.failures.values()]
-    shares = on_all(lambda: [_refusal(folder), *failures])
+    shares = on_all(lambda: [_write_error(folder), *failures])
     found = [cause for share in shares for cause in share if cause is not None]
-    refusals = [cause for cause in found if isinstance(cause, OSError)]
-    return next(iter(refusals + found), error)
+    refused = [cause for cause in found if isinstance(cause, OSError)]
+    return next(iter(refused + found), error)
 
 
-def _refusal(folder: Path) -> OSError | None:
+def _write_error(folder: Path) -> OSError | None:
     """The OSError of writing another file to `folder`; None if it can be written."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_TRIED))
+            file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -240,14 +241,16 @@ def _restore(folder: Path, before: str | None) -> None:
             pass  # a launch that finds the file empty tells the user what to write there
 
 
-def _unsaved(what: str, folder: Path, path: Path | None, error: BaseException) -> str:
+def _failure_line(what: str, folder: Path, path: Path | None, error: BaseException) -> str:
     text = " ".join(str(error).split())[:400]
     cause, remedy = f"{type(error).__name__}: {text}", "see to it"
     if isinstance(error, OSError) and error.errno in _FULL:
         cause, remedy = f"{_FULL[error.errno]} at {folder}", "make room"
     elif isinstance(error, OSError):
         cause = f"{error.filename or folder} cannot be written ({error.strerror})"
-    last = last_whole(folder, damaged=path)
+    last = last_complete(folder, damaged=path)
     then = "launch again" if last is None else f"launch with --load {folder}"
-    left = "there is no whole one yet" if last is None else f"the last whole one is of {last}"
+    left = "there is no complete one yet"
+    if last is not None:
+        left = f"the last complete one is of iteration {last}"
     return f"{what} was not saved: {cause}; {left}: {remedy}, and {then}"
