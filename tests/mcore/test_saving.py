@@ -71,8 +71,19 @@ def test_a_run_that_ended_by_a_nan_resumes_with_the_step_that_had_it(tmp_path: P
     first = torchrun(1, *flags)
     assert len(first.losses) == 1 and "Saving a checkpoint and exiting now" in first.output
     again = torchrun(1, *flags, "--load", str(tmp_path))
-    assert "Will rerun step" in again.output and again.status != 0
-    assert not (tmp_path / "iter_0000002").exists()
+    assert "runs it again and then exits; add --rerun-mode disabled to train on" in again.output
+    assert again.status != 0 and not (tmp_path / "iter_0000002").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_by_a_nan_trains_on_without_reruns(tmp_path: Path) -> None:
+    """The error is injected. Without the flag the step is run again alone, though it succeeds."""
+    flags = ["--save-interval", "2", "--save", str(tmp_path)]
+    error = "--error-injection-rate 1 --error-injection-type persistent_error".split()
+    assert len(torchrun(1, *flags, *error).losses) == 1
+    assert not torchrun(1, *flags, "--load", str(tmp_path)).losses
+    rest = train(1, *flags, "--load", str(tmp_path), "--rerun-mode", "disabled")
+    assert len(rest.losses) == 3
 
 
 def times(checkpoint: Path) -> dict[str, int]:

@@ -19,6 +19,7 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core import optimizer_param_scheduler
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import checkpointing, get_args, print_rank_0, training
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -168,11 +169,22 @@ def _in_one_line(upstream: Callable[..., Any]) -> Callable[..., Any]:
             if _is_users(error):
                 raise
             raise ConfigError(_unfit(_folder(get_args(), load_arg), error)) from error
+        _tell_of_rerun()
         if load_arg == "load":
             _end_if_trained(get_args(), loaded[0])
         return loaded
 
     return load_checkpoint
+
+
+def _tell_of_rerun() -> None:
+    """Says so if Megatron will run only one step after a checkpoint, which failed before. It ends
+    the launch after this step even if the step now succeeds."""
+    if get_rerun_state_machine().state == RerunState.WILL_RERUN_FROM_CHECKPOINT:
+        print_rank_0(
+            "megatron-fp4: the step after this checkpoint had a NaN or an Inf: Megatron runs it "
+            "again and then exits; add --rerun-mode disabled to train on"
+        )
 
 
 def _end_if_trained(launch: argparse.Namespace, step: int) -> None:
