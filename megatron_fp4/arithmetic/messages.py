@@ -24,7 +24,8 @@ from megatron_fp4.arithmetic.philox import Key
 from megatron_fp4.arithmetic.segments import Segment
 from megatron_fp4.errors import ConfigError
 
-PIECES, PIECE_BYTES = 2, 2**26  # that travel at a time; bytes of one, but for scales
+SLOTS = 2  # the number of pieces of gradients that travel at a time
+PIECE_BYTES = 2**26  # the most bytes of a piece, over all of its shards, without scales
 RANK = 2**48  # the distance of two ranks' indices: more than a model has elements
 # The elements in which gradients travel, by the value of --fp4-grad-comm. The first is the default.
 ELEMENTS = {"fp8": ("e4m3", "e5m2"), "bf16": ("bf16",)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, PIECES
+from megatron_fp4.arithmetic.messages import FORMS, PIECE_BYTES, SLOTS
 from megatron_fp4.arithmetic.moments import FLOAT32
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
@@ -127,7 +127,7 @@ def gradient_buffers(held: Parameters, layout: Layout) -> float:
     form = FORMS[layout.gradients]
     sent = [held.dense * (layout.dp > 1), held.experts * (layout.expert_dp > 1)]
     elements = min(max(sent), PIECE_BYTES / form.dtype.itemsize)
-    return 2 * PIECES * elements * form.bits / 8
+    return 2 * SLOTS * elements * form.bits / 8
 
 
 def optimizer_bytes(held: Parameters, layout: Layout, each: float) -> float:

@@ -107,13 +107,13 @@ def unrounded() -> None:
 
 
 def with_zeros() -> None:
-    behind = CodesBucket._behind
+    after_shard = CodesBucket._after_shard
 
-    def _behind(self: CodesBucket) -> tuple[Tensor, Tensor]:
-        values, averages = behind(self)
+    def _after_shard(self: CodesBucket) -> tuple[Tensor, Tensor]:
+        values, averages = after_shard(self)
         return torch.zeros_like(values), averages
 
-    CodesBucket._behind = _behind  # type: ignore[method-assign]
+    CodesBucket._after_shard = _after_shard  # type: ignore[method-assign]
 
 
 def stale() -> None:

@@ -165,13 +165,13 @@ def test_messages_make_the_codes_of_the_whole_weights(
 
 def test_blocks_completed_with_zeros_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        CodesBucket, "_behind", lambda self: tuple(map(torch.zeros_like, behind(self)))
+        CodesBucket, "_after_shard", lambda self: tuple(map(torch.zeros_like, after_shard(self)))
     )
     with pytest.raises(AssertionError):
         test_messages_make_the_codes_of_the_whole_weights("nearest", 8, monkeypatch)
 
 
-behind = CodesBucket._behind
+after_shard = CodesBucket._after_shard
 
 
 def test_bytes_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

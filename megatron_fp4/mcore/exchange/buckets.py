@@ -29,8 +29,8 @@ from megatron_fp4.mcore.exchange.slots import Slots
 class Exchange:
     """What all groups of a process share.
 
-    key: returns the key of the random bits of the current step. pieces: of each bucket. slots: of
-    all pieces.
+    key: returns the key of the random bits of the current step. pieces: for each bucket the pieces
+    in which it is sent. slots: the buffers through which all pieces go.
     """
 
     key: Callable[[], Key]
@@ -181,5 +181,6 @@ def _pieces_of(
 
 
 def extend(group: Any, kind: type) -> None:
-    """Makes a group of buckets an instance of `kind`, besides what it is already."""
+    """Changes the class of a group of buckets to one that derives from `kind` and, after that, from
+    the class that the group had. So one group can exchange gradients and gather codes."""
     group.__class__ = type(kind.__name__, (kind, type(group)), {})

@@ -15,12 +15,12 @@ from megatron_fp4.mcore.exchange.pieces import Piece
 class Coding(Protocol):
     """Makes and reads messages.
 
-    sent, received: uint8, one axis. In `received` are what the ranks sent of the shard that this
-    rank owns, one behind the other.
+    sent, received: uint8, one axis. `received` has the messages in which the ranks sent the shard
+    that this rank owns, one after the other.
     """
 
     def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
-        """Writes the messages of all shards, one behind the other."""
+        """Writes the messages of all shards, one after the other."""
         ...
 
     def sum(self, piece: Piece, received: Tensor) -> None:
@@ -40,7 +40,7 @@ class Coding(Protocol):
 
 
 class TorchCoding:
-    """`Coding` by arithmetic/messages.py."""
+    """`Coding` by the functions of arithmetic/messages.py, in PyTorch's operators."""
 
     def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
         for shard, part in zip(piece.shards, sent.split(piece.lengths), strict=True):

@@ -27,7 +27,7 @@ class _Tables:
 
     @cached_property
     def sent(self) -> Table:
-        """Of the messages of all shards, one behind the other."""
+        """Of the messages of all shards, one after the other."""
         starts = [0, *accumulate(self.piece.lengths)][:-1]
         return self._table(self.piece.shards, starts)
 

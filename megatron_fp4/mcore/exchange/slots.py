@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_fp4.arithmetic.messages import PIECES, RankRounding
+from megatron_fp4.arithmetic.messages import SLOTS, RankRounding
 from megatron_fp4.arithmetic.philox import Key, stream_id
 from megatron_fp4.execution.communication import Pending
 from megatron_fp4.mcore.exchange.coding import Coding, coding_on
@@ -57,7 +57,7 @@ class Slots:
         self._stream = torch.cuda.Stream(device)
         empty = partial(torch.empty, capacity, dtype=torch.uint8, device=device)
         with torch.cuda.stream(self._stream):
-            self._slots = [Slot(empty(), empty()) for _ in range(PIECES)]
+            self._slots = [Slot(empty(), empty()) for _ in range(SLOTS)]
 
     @property
     def bytes(self) -> int:
@@ -77,9 +77,9 @@ class Slots:
     def _send(self, piece: Piece, key: Key) -> _Flight:
         self._stream.wait_stream(torch.cuda.current_stream())  # which made the gradients
         with torch.cuda.stream(self._stream):
-            if len(self._flights) == PIECES:
+            if len(self._flights) == SLOTS:
                 self._flights.popleft().finish()
-            flight = _Flight(piece, key, self._coding, self._slots[self._count % PIECES])
+            flight = _Flight(piece, key, self._coding, self._slots[self._count % SLOTS])
             self._count += 1
             if self._flights:
                 self._flights[-1].sum()

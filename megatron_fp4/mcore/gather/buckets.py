@@ -30,7 +30,8 @@ class CodesBucket:
     def __init__(
         self, bucket: Any, group: dist.ProcessGroup, weights: SentWeights, states: WeightStates
     ) -> None:
-        """group: the ranks that own the shards. states: has the averages of the weights."""
+        """bucket: of Megatron's DDP. group: the ranks that own its shards. weights: all that are
+        sent as codes. states: has the averages of these weights."""
         self._buffer: Tensor = bucket.param_data
         self._group, self._states = group, states
         shards = sent_shards(bucket, group.size(), weights.by_parameter)
@@ -48,8 +49,11 @@ class CodesBucket:
 
     @torch.no_grad()
     def send(self) -> Pending[None]:
-        """Starts the gather. Once it is waited for, the codes and scales are where linears read
-        them, and the other parameters in the buffer."""
+        """Starts the gather. All ranks of the group have to call it.
+
+        Once it is waited for, the codes and scales are where linears read them, and the other
+        parameters are in the bucket's buffer.
+        """
         message = self._message()
         received = message.new_empty(self._longest * self._group.size())
         works = [
@@ -72,7 +76,7 @@ class CodesBucket:
 
     def _message(self) -> Tensor:
         """This rank's message, padded to the length of the longest: uint8."""
-        values, averages = self._behind()
+        values, averages = self._after_shard()
         pieces = [
             made for each in self._own.blocks for made in self._encoded(each, values, averages)
         ]
@@ -85,7 +89,7 @@ class CodesBucket:
     def _encoded(
         self, blocks: WeightRange, values: Tensor, averages: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The codes and the scales of `blocks`, flattened. values, averages: see `_behind`."""
+        """The codes and the scales of `blocks`, flattened. values, averages: see `_after_shard`."""
         end = min(blocks.high, self._own.high)
         over = blocks.high - end
         elements, average = self._buffer[blocks.low : end], None
@@ -105,8 +109,8 @@ class CodesBucket:
 
     # --- blocks that a border cuts ---
 
-    def _behind(self) -> tuple[Tensor, Tensor]:
-        """(values, averages) of the elements behind this rank's shard, as far as a block may reach.
+    def _after_shard(self) -> tuple[Tensor, Tensor]:
+        """(values, averages) of the elements after this rank's shard, as far as a block may reach.
 
         They are empty where no border of the bucket cuts a block, and averages also where no weight
         in it is rounded towards one.
@@ -115,7 +119,7 @@ class CodesBucket:
         return self._of_next_ranks(values), self._of_next_ranks(averages)
 
     def _of_next_ranks(self, own: Tensor) -> Tensor:
-        """What the ranks behind this one have as `own`, one behind the other."""
+        """What the ranks after this one have as `own`, one after the other."""
         if not len(own):
             return own
         every = own.new_empty(self._group.size() * len(own))
@@ -134,7 +138,7 @@ class CodesBucket:
         return self._buffer[low:end], averages
 
 
-class GathersCodes(_ParamAndGradBucketGroup):
+class GatheringBucketGroup(_ParamAndGradBucketGroup):
     """A group of buckets whose sent weights are gathered as codes and scales."""
 
     codes_buckets: list[CodesBucket]
@@ -168,7 +172,11 @@ class GathersCodes(_ParamAndGradBucketGroup):
 
 
 def install(chunks: Sequence[Any], weights: SentWeights, states: WeightStates) -> None:
-    """Makes these chunks, wrapped in Megatron's DDP, gather their sent weights as codes."""
+    """Makes these chunks, wrapped in Megatron's DDP, gather weights as codes.
+
+    weights: those that are sent as codes. states: has the averages of these weights. Raises
+    ConfigError for a weight in no bucket: it was frozen after its model was built.
+    """
     groups = [
         group
         for _, group in groups_of(chunks)
@@ -183,7 +191,7 @@ def install(chunks: Sequence[Any], weights: SentWeights, states: WeightStates) -
             "in the model's builder, or leave out the flag"
         )
     for group in groups:
-        extend(group, GathersCodes)
+        extend(group, GatheringBucketGroup)
         group.codes_buckets = [
             CodesBucket(bucket, ranks_of(group), weights, states) for bucket in group.buckets
         ]

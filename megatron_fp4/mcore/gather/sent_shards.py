@@ -2,12 +2,12 @@
 
 Each rank owns one shard of the bucket (megatron/core/distributed/param_and_grad_buffer.py). It
 quantizes the blocks of sent weights that begin in its shard. Its message has, for each of these
-weights, the codes and then the scales, and behind them the elements of its shard that belong to
+weights, the codes and then the scales, and after them the elements of its shard that belong to
 other parameters. Messages are padded to the longest, so that a rank whose shard is a part of an
 embedding would make those of all ranks as long as that: long runs of other parameters are broadcast
 by their owners instead.
 
-A border may cut a block. The elements behind the border are the first of the next shards, and their
+A border may cut a block. The elements after the border are the first of the next shards, and their
 owners send these heads before anything is quantized.
 """
 
@@ -24,12 +24,15 @@ from torch import Tensor
 from megatron_fp4.arithmetic.owned_blocks import owned_blocks
 from megatron_fp4.mcore.model.sent_weights import SentWeight
 
-LONG = 1 << 20  # the bytes from which on a run of other parameters is broadcast
+LONG = 1 << 20  # a run of other parameters of this many bytes or more is broadcast
 
 
 @dataclass(frozen=True)
 class WeightRange:
-    """Elements [low, high) of a bucket, which belong to the weight that begins at `start`."""
+    """Elements [low, high) of a bucket that belong to `weight`.
+
+    start: the element of the bucket at which the weight begins.
+    """
 
     weight: SentWeight
     start: int
@@ -38,7 +41,7 @@ class WeightRange:
 
     @property
     def within(self) -> tuple[int, int]:
-        """The elements in the flattened weight."""
+        """(first, end): the same elements in the flattened weight."""
         return self.low - self.start, self.high - self.start
 
     def places(self) -> list[Tensor]:
@@ -68,7 +71,7 @@ class SentShard:
 
     @property
     def overshoot(self) -> int:
-        """How many elements behind the shard belong to its blocks."""
+        """How many elements after the shard belong to its blocks."""
         return max([each.high - self.high for each in self.blocks] + [0])
 
     def places(self, buffer: Tensor) -> list[Tensor]:
@@ -87,7 +90,10 @@ def bytes_of(runs: Sequence[tuple[int, int]], buffer: Tensor) -> list[Tensor]:
 
 
 def sent_shards(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[SentShard]:
-    """The shard of each rank of a bucket of Megatron's. weights: the sent ones, by parameter."""
+    """The shard of each rank of a bucket of Megatron's, in the order of the ranks.
+
+    ranks: how many own a shard. weights: those that are sent as codes, by parameter.
+    """
     size = bucket.param_data.numel()
     borders = [rank * (size // ranks) for rank in range(ranks + 1)]
     found = [SentShard(low, high) for low, high in pairwise(borders)]
