@@ -5,6 +5,8 @@ On a CPU all work has ended when its call returns, so that a wait that is missin
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,8 +16,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from megatron_fp4.arithmetic.messages import FORMS, RankRounding
 from megatron_fp4.arithmetic.philox import Key
-from megatron_fp4.mcore.exchange import slots
+from megatron_fp4.arithmetic.segments import Place, Segment
+from megatron_fp4.mcore.exchange import kernel_coding, slots
+from megatron_fp4.mcore.exchange.pieces import Piece
 
 
 class Log:
@@ -115,3 +120,17 @@ def test_sums_for_all_are_sent_and_decoded_before_a_slot_is_taken(log: Log) -> N
         assert [line for line in lines if str(i) in line] == [f"{stage} on own" for stage in stages]
     assert lines.index("decode 0 on own") < lines.index("encode 2 on own")
     assert lines.index("send 1 on own") < lines.index("encode sums 0 on own")
+
+
+def test_no_piece_outlives_its_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece has the gradients of the model, whose memory a second model may need."""
+    monkeypatch.setattr(kernel_coding.kernels, "encode", lambda *_: None)
+    group: Any = SimpleNamespace(rank=lambda: 0)
+    shard = [Segment(0, 8, 0, Place(0, 8, 8))]
+    piece = Piece(torch.zeros(8), [shard], group, False, FORMS["e4m3"])
+    coding = kernel_coding.KernelCoding()
+    coding.encode(piece, torch.empty(16, dtype=torch.uint8), RankRounding(Key(1), slots.SENT, 0))
+    alive = weakref.ref(piece)
+    del piece, coding
+    gc.collect()
+    assert alive() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 
 from torch import Tensor
@@ -46,32 +46,38 @@ class _Tables:
         return table(shards, self.piece.form, starts, self.piece.gradients.device)
 
 
-_tables = cache(_Tables)  # those of a piece
-
-
 class KernelCoding:
     """`coding.Coding`. Each of its methods launches one kernel."""
 
+    def __init__(self) -> None:
+        self._tables: dict[Piece, _Tables] = {}
+
     def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
-        kernels.encode(_tables(piece).sent, piece.form, piece.gradients, sent, rounding)
+        kernels.encode(self._of(piece).sent, piece.form, piece.gradients, sent, rounding)
 
     def sum(self, piece: Piece, received: Tensor) -> None:
-        kernels.write_sums(*_summed(piece, received), piece.gradients)
+        kernels.write_sums(*self._summed(piece, received), piece.gradients)
 
     def encode_sums(self, piece: Piece, received: Tensor, rounding: RankRounding) -> None:
-        kernels.encode_sums(*_summed(piece, received), rounding)
+        kernels.encode_sums(*self._summed(piece, received), rounding)
 
     def decode(self, piece: Piece, sums: Tensor) -> None:
-        shared = _tables(piece).shared
+        shared = self._of(piece).shared
         kernels.write_sums(shared, piece.form, sums, 1, 0, piece.gradients)
 
+    def _of(self, piece: Piece) -> _Tables:
+        if piece not in self._tables:
+            self._tables[piece] = _Tables(piece)
+        return self._tables[piece]
 
-def _summed(piece: Piece, received: Tensor) -> tuple[Table, GradientForm, Tensor, int, int]:
-    """The arguments by which a kernel reads the messages that it sums.
+    def _summed(
+        self, piece: Piece, received: Tensor
+    ) -> tuple[Table, GradientForm, Tensor, int, int]:
+        """The arguments by which a kernel reads the messages that it sums.
 
-    received: one message of each data-parallel rank, about the shard that this rank owns, one after
-    the other. Returns (the segments of the shard, the format of gradients, `received`, the number
-    of messages, the bytes of one message).
-    """
-    ranks, stride = len(piece.shards), piece.lengths[piece.own]
-    return _tables(piece).owned, piece.form, received, ranks, stride
+        received: one message of each data-parallel rank, about the shard that this rank owns, one
+        after the other. Returns (the segments of the shard, the format of gradients, `received`,
+        the number of messages, the bytes of one message).
+        """
+        ranks, stride = len(piece.shards), piece.lengths[piece.own]
+        return self._of(piece).owned, piece.form, received, ranks, stride
