@@ -58,6 +58,8 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) ->
     if weight.ndim != 2:
         raise ConfigError(f"{name}: weight is [out, in], not {list(weight.shape)}")
     outputs, inputs = weight.shape
+    if not weight.numel():
+        raise ConfigError(f"{name}: weight is {list(weight.shape)}; give it rows and columns")
     if not x.ndim or x.shape[-1] != inputs:
         raise ConfigError(f"{name}: x is [..., {inputs}] under this weight, not {list(x.shape)}")
     if bias is not None and bias.shape != (outputs,):

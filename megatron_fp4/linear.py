@@ -165,12 +165,18 @@ def linear(
     average: float32 [out, in], the moving average towards which the recipe rounds W (Q-EMA). None:
         the weight itself, as before the first update. Other recipes take none.
     torch.compile breaks its graph here: the linear runs between two compiled graphs, and under
-    fullgraph=True the compiler raises.
+    fullgraph=True the compiler raises. It compiles the call anew for each name, and warns beyond
+    its limit of 8: `Linear` has no such limit.
     Raises ConfigError for unsupported tensors or shapes that do not fit, for an axis that is not a
     multiple of its block or Hadamard group, and for an invalid seed, step or replica.
     Warns of a recipe with `Recipe.ramping`, `Recipe.phases` or `Recipe.layers`; see
     `warn_of_training`.
     """
+    if torch.compiler.is_compiling():
+        return _linear_out_of_graphs(  # type: ignore[no-any-return]
+            x, weight, bias,
+            recipe=recipe, seed=seed, step=step, name=name, replica=replica, average=average,
+        )  # fmt: skip
     if not isinstance(recipe, Recipe):
         recipe = get_recipe(recipe)
     if recipe.ramping is not None or not recipe.is_uniform:
@@ -190,7 +196,11 @@ def linear(
     if average is not None:
         _check_average(average, weight, recipe, name)
         site = replace(site, average=average)
-    return quantized_linear(x, weight, bias, recipe, site, call)
+    return _product(x, weight, bias, recipe, site, call, None, ALONE)  # type: ignore[no-any-return]
+
+
+# torch.compile must not trace the checks, which would break its graph in two more places.
+_linear_out_of_graphs = torch._disable_dynamo(linear)
 
 
 def warn_of_training(recipe: Recipe) -> None:

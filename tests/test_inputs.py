@@ -83,6 +83,8 @@ def test_dtypes_that_differ_are_refused_as_by_nn_linear(operands: Any, told: str
         (lambda: product(X[:, :32]), r"x is \[..., 64\] under this weight, not \[64, 32\]"),
         (lambda: product(torch.tensor(1.0)), r"x is \[..., 64\] under this weight, not \[\]"),
         (lambda: product(X, W[0]), r"weight is \[out, in\], not \[64\]"),
+        (lambda: product(X[:, :0], W[:, :0]), r"weight is \[64, 0\]; give it rows and columns"),
+        (lambda: product(X, W[:0]), r"weight is \[0, 64\]; give it rows and columns"),
         (lambda: product(X, W, BIAS[:32]), r"bias is \[64\] under this weight, not \[32\]"),
         (lambda: product(X, W, BIAS[None]), r"bias is \[64\] under this weight, not \[1, 64\]"),
         (lambda: product(X.to("meta")), "x is on meta and weight on cpu"),

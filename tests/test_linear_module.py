@@ -147,12 +147,32 @@ def test_torch_compile_leaves_the_linears_out_of_its_graphs() -> None:
         assert len(graphs) == 1
 
 
-def test_torch_compile_takes_no_fullgraph() -> None:
+def test_torch_compile_breaks_its_graph_once_at_a_call_of_the_function() -> None:
+    """It once traced the checks, and broke in them too."""
+    (x, _), w = x_and_dy(), normal((SIZE, SIZE), 7)
+
+    def mlp(x: Tensor) -> Tensor:
+        y = nn.functional.gelu(linear(x, w, recipe="tetrajet", name="fc1"))
+        return linear(y, w, recipe="tetrajet", name="fc2")
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(torch.compile(mlp, backend="eager")(x), mlp(x))
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 1
+
+
+@pytest.mark.parametrize("takes_layer", [True, False], ids=["layer", "function"])
+def test_torch_compile_takes_no_fullgraph(takes_layer: bool) -> None:
     """README says that it raises."""
     torch._dynamo.reset()  # what another test compiled of this code would be taken again
-    module, (x, _) = torch.compile(layer(), backend="eager", fullgraph=True), x_and_dy()
+    module, (x, _) = layer(), x_and_dy()
+
+    def product(x: Tensor) -> Tensor:
+        return linear(x, module.weight, recipe="tetrajet")
+
+    run = torch.compile(module if takes_layer else product, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        module(x)
+        run(x)
 
 
 def test_the_recipe_of_a_layer_can_be_changed() -> None:
