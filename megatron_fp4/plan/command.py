@@ -203,7 +203,9 @@ def sizes_on_rank(
 
 
 def _sharding(args: argparse.Namespace) -> Sharding:
-    if args.tp < 1 or (args.tp == 1 and (args.sequence_parallel or args.row)):
+    if args.tp < 1:
+        raise ConfigError(f"--tp {args.tp}: give 1 or more")
+    if args.tp == 1 and (args.sequence_parallel or args.row):
         raise ConfigError("--row and --sequence-parallel need --tp 2 or more")
     if args.tp == 1:
         return Sharding()

@@ -133,6 +133,7 @@ def test_bytes_and_reasons(printed: Callable[[str], str]) -> None:
         ("--recipe mxfp4 --param-gather", "because backward reads the unquantized W: leave"),
         ("--recipe tetrajet --recipe-option rule=up", "rule"),
         ("--tp 3", "--out 4096: give a multiple of 3"),
+        ("--tp 0", "--tp 0: give 1 or more"),
         ("--in 0", "--in 0: give 1 or more"),
         ("--in 48", "--in: 48 on a rank is not a multiple of 32, which fprop"),
         ("--tokens 33", "--tokens: 33 on a rank is not a multiple of 32, which wgrad"),
