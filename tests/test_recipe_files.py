@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4 import ConfigError, GemmRecipe, Phase, Quantizer, Recipe, get_recipe
+from megatron_fp4 import (
+    ConfigError,
+    GemmRecipe,
+    Phase,
+    Quantizer,
+    Recipe,
+    get_quantizer,
+    get_recipe,
+)
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.weight_states import WeightAverage
@@ -215,6 +223,19 @@ def test_yaml_fractions(tmp_path: Path) -> None:
     assert (recipe.dgrad, recipe.wgrad) == (paper.dgrad, paper.wgrad)
 
 
+def test_a_gemm_may_merge_another_one(tmp_path: Path) -> None:
+    """`<<` was once an unknown tag, and a key in place of a merged one a repeated key."""
+    recipe = load(
+        tmp_path,
+        "dgrad: &plain {a: mxfp4-ceil, b: mxfp4-ceil}\n"
+        "wgrad: &other {<<: *plain, a: mxfp4}\n"
+        "fprop: {<<: *other, b: mxfp4}\n",
+    )
+    mxfp4, ceil = get_quantizer("mxfp4"), get_quantizer("mxfp4-ceil")
+    pairs = [(gemm.a, gemm.b) for gemm in (recipe.dgrad, recipe.wgrad, recipe.fprop)]
+    assert pairs == [(ceil, ceil), (mxfp4, ceil), (mxfp4, mxfp4)]
+
+
 def test_options_override_the_files_own(tmp_path: Path) -> None:
     text = "base: mxfp4\noptions: {rule: ceil}\n"
     assert load(tmp_path, text).fprop == get_recipe("mxfp4", rule="ceil").fprop
@@ -263,8 +284,10 @@ def test_files_that_build_on_each_other_are_refused(tmp_path: Path) -> None:
         ("- a\n- b\n", ["mapping"]),
         ("a: [1\n", ["not valid YAML"]),
         ("base: tetrajett\n", ["base: unknown recipe", "tetrajett", "tetrajet,"]),
-        ("base: 5\n", ["5"]),
+        ("base: 5\n", ["base: a recipe to start from is a string, not 5"]),
+        ("base: {fp8: mxfp4}\n", ["a recipe to start from is a string, not {'fp8': 'mxfp4'}"]),
         ("wgrad: {a: mxfp4}\nwgrad: {}\n", ["'wgrad'", "twice"]),
+        ("wgrad: {<<: {a: mxfp4}, b: mxfp4, b: mxfp4}\n", ["the key 'b' stands twice"]),
         ("base: mxfp4\nbf16_after: 0.5\n", ["unknown key 'bf16_after'", "phases"]),
         ("phases: {after: 0.5, recipe: fp8}\n", ["phases", "list"]),
         ("phases: [0.5]\n", ["phases, number 1", "mapping"]),

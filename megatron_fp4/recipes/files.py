@@ -48,12 +48,14 @@ _OUTLIERS = {"quantiles": OutlierClamp, "channels": HotChannels}  # by form, the
 class _NoRepeats(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys, of which the safe loader would keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        # Before `<<` merges another mapping, whose keys may stand here too.
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for i, key in enumerate(keys):
             if key in keys[:i]:
-                raise yaml.YAMLError(f"the key {key!r} stands twice; keep one")
-        return super().construct_mapping(node, deep)
+                raise yaml.YAMLError(f"the key {key[1]!r} stands twice; keep one")
+        return node
 
 
 def load_recipe_file(
@@ -120,7 +122,7 @@ def _recipe_from(
         raise ConfigError("options belong to a base recipe; name one with base:")
     if base is not None:
         try:
-            start = _recipe_named(str(base), path, chosen, above)
+            start = _recipe_named(typed(base, str, "a recipe to start from"), path, chosen, above)
         except ConfigError as error:
             raise ConfigError(f"base: {error}") from error
     _check_keys(content, Recipe, extra=("base", "options"))
