@@ -33,8 +33,10 @@ class Linear(nn.Linear):
         rank in torch.distributed's default group.
     steps: the number of forward passes in training mode. Each is a step with different random bits.
         The count is part of the state dict (extra state, int64 []). Loading a state dict without
-        it, such as nn.Linear's, leaves the count unchanged. Before a CUDA graph captures the layer,
-        set it to an int64 tensor [] of its own on the weight's device: each replay increases it.
+        it, such as nn.Linear's, leaves the count unchanged, and so does one that was converted to
+        a floating-point dtype with the count in it, which causes a warning. Before a CUDA graph
+        captures the layer, set it to an int64 tensor [] of its own on the weight's device: each
+        replay increases it.
     average: the moving average towards which the recipe rounds W (Q-EMA): a float32 buffer [out,
         in], whatever the dtype of the layer; None where the recipe keeps none. It starts as the
         weight of the last forward pass before the first `update_averages`, or as the weight in that
@@ -152,7 +154,12 @@ class Linear(nn.Linear):
         return steps.detach() if isinstance(steps, Tensor) else torch.tensor(steps, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        if isinstance(self.steps, Tensor):
+        if state.is_floating_point():
+            warn_caller(
+                f"{self.name}: the state dict has the count of steps in {state.dtype}, which "
+                "rounds it, and the layer keeps its own: convert floating-point tensors alone"
+            )
+        elif isinstance(self.steps, Tensor):
             self.steps.copy_(state)  # in place: a captured graph reads this memory
         else:
             self.steps = int(state)
@@ -175,6 +182,7 @@ class Linear(nn.Linear):
                 if key in keys:
                     keys.remove(key)
         if self.average is not None:
+            self.average = self.average.float()  # assign=True takes the dtype of the state dict
             self._has_started, self._is_copied = average in state_dict, False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:

@@ -97,6 +97,17 @@ def test_it_stays_in_float32_wherever_the_layer_goes() -> None:
     assert moved is not None and moved.is_meta
 
 
+def test_it_is_in_float32_after_a_state_dict_of_another_dtype_was_assigned() -> None:
+    model, other = layer(), Linear(64, 32, recipe=RECIPE, name="fc", device="meta")
+    trained(model, 2)
+    state = model.state_dict()
+    state = {key: t.half() if t.is_floating_point() else t for key, t in state.items()}
+    other.load_state_dict(state, assign=True)
+    assert other.average is not None and other.average.dtype == torch.float32
+    assert torch.equal(other.average.half(), state["average"])
+    other(torch.randn(32, 64).half())
+
+
 def test_recipes_with_and_without_one_exchange_state_dicts() -> None:
     plain, averaged = layer("tetrajet"), layer()
     trained(averaged, 2)

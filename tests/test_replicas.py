@@ -130,6 +130,16 @@ def test_the_state_restores_the_count(in_memory: bool) -> None:
     assert not torch.equal(gradient(layer()), gradient(trained))  # negative control
 
 
+def test_a_count_that_was_converted_to_floating_point_is_not_loaded() -> None:
+    """It is rounded, to Inf in float16 from 65,520 on, which was once a traceback."""
+    trained, resumed = layer(), layer()
+    trained.steps, resumed.steps = 70_000, 3
+    state = {key: tensor.half() for key, tensor in trained.state_dict().items()}
+    with pytest.warns(UserWarning, match="count of steps in torch.float16.* keeps its own"):
+        resumed.load_state_dict(state)
+    assert resumed.steps == 3 and torch.equal(resumed.weight.half(), trained.weight.half())
+
+
 def test_an_nn_linear_s_state_loads_strictly_and_leaves_the_count() -> None:
     plain, module = nn.Sequential(nn.Linear(SIZE, SIZE)), nn.Sequential(layer())
     gradient(module)
