@@ -91,6 +91,10 @@ def test_the_mask_is_made_only_where_it_says_something() -> None:
         ),
         ("--num-experts 4 --moe-router-topk 5", "above --num-experts 4: lower it"),
         ("--sft", "pretraining only"),
+        ("--gpu-sniff-test-interval 2", "^--gpu-sniff-test-interval needs a GPU.*: leave it out"),
+        ("--log-device-memory-used", "^--log-device-memory-used needs a GPU.*: leave it out"),
+        ("--record-memory-history", "^--record-memory-history needs a GPU.*: leave it out"),
+        ("--moe-routing-trace-path DIR", "^--moe-routing-trace-path needs a GPU.*: leave it out"),
         ("--activation-func-fp8-input-store", "needs a SwiGLU that is fused: by Megatron on a GPU"),
         (
             "--activation-func-fp8-input-store --fp4-recipe tetrajet --fp4-fused-kernels off",

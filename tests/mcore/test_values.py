@@ -12,6 +12,8 @@ from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.arguments import machine
 from megatron_fp4.mcore.launch.flags import add_flags
 from megatron_fp4.mcore.launch.refusals import values
+from megatron_fp4.mcore.launch.refusals.packages import needed
+from megatron_fp4.mcore.launch.refusals.table import refuse
 from testing.builders.command_line import parse
 from testing.worlds.launch import MOCK_DATA
 
@@ -100,6 +102,14 @@ def test_a_flag_whose_package_is_missing_is_not_dropped(
     monkeypatch.setattr(machine, "installed", lambda package: False)
     with pytest.raises(ConfigError, match=f"^{words[0]} .*{remedy}"):
         parse(*MOCK_DATA, *words)
+
+
+def test_the_memory_of_a_gpu_is_logged_by_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = parse(*MOCK_DATA)
+    given.log_device_memory_used = True  # without a GPU the flag is refused for that
+    monkeypatch.setattr(machine, "installed", lambda package: False)
+    with pytest.raises(ConfigError, match="^--log-device-memory-used .*nvidia-ml-py$"):
+        refuse(needed(given))
 
 
 @pytest.mark.parametrize(

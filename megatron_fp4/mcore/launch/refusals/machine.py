@@ -6,9 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_fp4.mcore.arguments.flag_names import flag_of
+
+# Arguments for which Megatron calls CUDA. Without a GPU it ends with a traceback, or, for the
+# sniff test, computes for more than eight minutes before the first step.
+_NEEDS_A_GPU = (
+    "gpu_sniff_test_interval",
+    "log_device_memory_used",
+    "moe_routing_trace_path",
+    "record_memory_history",
+)
+
 
 def gpu(args: Namespace) -> Iterator[str]:
-    """Refuses NCCL, CUDA graphs and CUDA profiles without a GPU, and a profile without a folder."""
+    """Refuses what needs CUDA on a machine without a GPU, and a profile without a folder."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu and args.distributed_backend != "gloo":
         yield (
@@ -20,6 +31,9 @@ def gpu(args: Namespace) -> Iterator[str]:
             f"--cuda-graph-impl {args.cuda_graph_impl} needs a GPU and this machine shows none: "
             "leave it out"
         )
+    for name in _NEEDS_A_GPU:
+        if getattr(args, name) and not has_gpu:
+            yield f"{flag_of(name)} needs a GPU and this machine shows none: leave it out"
     if args.profile and args.use_pytorch_profiler and not args.tensorboard_dir:
         yield (
             "--use-pytorch-profiler writes its traces beside TensorBoard's logs: add "

@@ -17,6 +17,7 @@ _NEEDED = {
     "tensorboard_dir": ("tensorboard", "tensorboard"),
     "wandb_project": ("wandb", "wandb"),
     "log_energy": ("pynvml", "nvidia-ml-py"),
+    "log_device_memory_used": ("pynvml", "nvidia-ml-py"),
     "enable_ft_package": ("nvidia_resiliency_ext", "nvidia-resiliency-ext"),
     "enable_msc": ("multistorageclient", "multi-storage-client"),
     "run_workload_inspector_server": ("workload_inspector", None),
