@@ -25,6 +25,12 @@ def layers(args: Namespace) -> Iterator[str]:
         yield "Megatron-core 0.19 drops --apply-residual-connection-post-layernorm: leave it out"
     if args.init_method_xavier_uniform:  # T/argument_utils.py gives the model an unknown setting
         yield "Megatron-core 0.19 builds no model with --init-method-xavier-uniform: leave it out"
+    if args.openai_gelu:  # nothing reads it, and the activation would be torch's GELU
+        yield "Megatron-core 0.19 drops --openai-gelu: leave it out"
+    if args.moe_use_upcycling:  # T/training.py passes load_checkpoint an unknown argument
+        yield (
+            "Megatron-core 0.19 cannot load the dense model of --moe-use-upcycling: leave it out"
+        )
     if args.save_tokens_per_expert_interval and not args.moe_grouped_gemm:
         # T/activation_logging.py saves what Transformer Engine's grouped linears take.
         yield (

@@ -26,10 +26,19 @@ def layers(args: Namespace) -> Iterator[str]:
 
 
 def tasks(args: Namespace) -> Iterator[str]:
-    """Refuses finetuning, and other uses of data than plain pretraining."""
-    for option in ("sft", "fim_data", "dataloader_inter_document_masking"):
+    """Refuses finetuning, and other losses and uses of data than plain pretraining.
+
+    Megatron leaves the loss of distillation (--logits-load-dir) to the training script.
+    """
+    others = ("sft", "fim_data", "dataloader_inter_document_masking")
+    for option in (*others, "perform_rl_step", "logits_load_dir"):
         if getattr(args, option):
             yield f"{flag_of(option)} is not supported: pretraining only"
+    if args.dataloader_type == "external":
+        yield (
+            "--dataloader-type external is not supported: use single or cyclic, the data are "
+            "Megatron's datasets"
+        )
     for option in ("full_validation", "multiple_validation_sets"):
         if getattr(args, option):
             yield f"{flag_of(option)} is not supported: leave it out, and give --eval-iters N"
