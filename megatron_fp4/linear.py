@@ -200,6 +200,7 @@ def linear(
 
 
 # torch.compile must not trace the checks, which would break its graph in two more places.
+# torch.compiler.disable would import the compiler with this module.
 _linear_out_of_graphs = torch._disable_dynamo(linear)
 
 

@@ -112,7 +112,8 @@ def _problems(run: Run, rows: list[Row], stock: list[Row]) -> Iterator[str]:
     elif run.recipe.layers and run.recipe.name not in {row.precision for row in rows}:
         yield (
             f"no linear follows recipe {run.recipe.name} itself: its layers, or "
-            "--fp4-module-recipe, give all of them another; name fewer there"
+            "--fp4-module-recipe, give all of them another; name fewer there, or train a model of "
+            "more layers"
         )
 
 
