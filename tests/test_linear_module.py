@@ -324,3 +324,24 @@ def test_a_warning_names_the_caller_s_line(recwarn: pytest.WarningsRecorder) -> 
         each(x)
     [told] = [warning for warning in recwarn if "draw the same random bits" in str(warning.message)]
     assert told.filename == __file__
+
+
+def test_modules_of_pytorch_that_read_a_weight_multiply_in_high_precision() -> None:
+    """README says which. The control: the same layers, where they are called."""
+    attention = nn.MultiheadAttention(64, 4, batch_first=True)
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(2, 32, 64)
+    plain = attention(x, x, x)[0]
+    with torch.no_grad():
+        fast = encoder(x)
+    called = encoder(x)
+    for module, names in ((attention, ["out_proj"]), (encoder, ["linear1", "linear2"])):
+        for name in names:
+            old = getattr(module, name)
+            new = Linear(old.in_features, old.out_features, recipe="tetrajet", name=name)
+            new.load_state_dict(old.state_dict())
+            setattr(module, name, new.train(old.training))
+    assert torch.equal(attention(x, x, x)[0], plain)
+    with torch.no_grad():
+        assert torch.equal(encoder(x), fast)
+    assert not torch.allclose(encoder(x), called, atol=1e-3)

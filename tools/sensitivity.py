@@ -251,8 +251,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        if args.processes < 1:
-            raise ValueError(f"--processes is {args.processes}: give 1 or more")
+        for name in ("processes", "choose"):
+            if (given := getattr(args, name)) < 1:
+                raise ValueError(f"--{name} is {given}: give 1 or more")
         launch = read_launch(args.flags)
         if args.in_place != "bf16" and not get_recipe(args.in_place).is_uniform:
             raise ValueError(

@@ -202,6 +202,7 @@ def test_a_launch_that_cannot_be_measured_is_refused(flags: list[str], why: str)
     ("words", "why"),
     [
         (["--processes", "0"], "--processes is 0: give 1 or more"),
+        (["--choose", "-1"], "--choose is -1: give 1 or more"),
         (["--work", "/proc/none"], "--work /proc/none: No such file or directory: give another"),
         (["--in-place", "no"], "no"),
         (["--in-place", "auto"], "--in-place auto has phases or layers: give a recipe without"),
