@@ -10,8 +10,7 @@ from megatron_fp4.arithmetic.estimators import Estimator
 from megatron_fp4.arithmetic.hadamard import Hadamard
 from megatron_fp4.arithmetic.hot_channels import HotChannels
 from megatron_fp4.arithmetic.outliers import OutlierClamp
-from megatron_fp4.arithmetic.quantizer import Quantizer
-from megatron_fp4.arithmetic.quantizer_fields import Rule
+from megatron_fp4.arithmetic.quantizer import Quantizer, Rule
 from megatron_fp4.arithmetic.ramping import Ramping
 from megatron_fp4.arithmetic.weight_states import WeightAverage
 from megatron_fp4.errors import ConfigError
