@@ -172,7 +172,7 @@ def linear(
     Warns of a recipe with `Recipe.ramping`, `Recipe.phases` or `Recipe.layers`; see
     `warn_of_training`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # `is_compiling` is true under torch.export as well
         return _linear_out_of_graphs(  # type: ignore[no-any-return]
             x, weight, bias,
             recipe=recipe, seed=seed, step=step, name=name, replica=replica, average=average,
