@@ -54,7 +54,10 @@ class QuantizedTensor:
         return self.quantizer.format.decode_stored(self.codes, dtype)
 
     def block_scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The factors that multiply the elements of each block, without the tensor scale."""
+        """The decoded block scales, in `dtype` and the shape of `scales`, without the outer scale.
+
+        Each is the factor by which the elements of its block are multiplied.
+        """
         if self.quantizer.scale == "e8m0":
             return formats.decode_e8m0(self.scales, dtype)
         if self.quantizer.scale == "fp32":

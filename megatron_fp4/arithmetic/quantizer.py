@@ -12,7 +12,6 @@ from typing import Any, Literal
 from zlib import crc32
 
 from megatron_fp4.arithmetic import formats
-from megatron_fp4.arithmetic.formats import E8M0_BIAS, SCALE_FLOATS
 from megatron_fp4.arithmetic.fp8_scales import LONGEST, scales_in_fp8
 from megatron_fp4.errors import ConfigError, check_choices
 
@@ -188,7 +187,9 @@ def _largest_scale(q: Quantizer) -> float:
     """The largest block scale that the quantizer's rule gives. 2^127 for E8M0 and FP32 scales."""
     if q.rule == "mse-fp8":
         return scales_in_fp8(q.scale)[-1][0]
-    return SCALE_FLOATS[q.scale].max if q.scale in SCALE_FLOATS else 2.0**E8M0_BIAS
+    if q.scale in formats.SCALE_FLOATS:
+        return formats.SCALE_FLOATS[q.scale].max
+    return 2.0**formats.E8M0_BIAS
 
 
 def _check_rounding(q: Quantizer) -> None:

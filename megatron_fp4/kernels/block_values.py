@@ -181,8 +181,9 @@ def dequantized(x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 def inverse(x: QuantizedTensor, transform: Transform) -> Tensor:
     """Decodes a quantized matrix, and undoes the Hadamard transform that it had before.
 
-    x: a matrix for whose quantizer `restores` is true. transform: along its blocked axis of length
-    K, a multiple of the group. Returns float32 [rows, K], with the blocked axis last.
+    x: [rows, K] with the blocked axis last; `restores` is true for its quantizer. transform: the
+        one that was applied along that axis before x was quantized. Its group divides K.
+    Returns float32 [rows, K].
     """
     codes = x.codes.contiguous()
     rows, half = codes.shape

@@ -98,10 +98,10 @@ def recipe_of_fields(content: Mapping[str, Any], where: str) -> Recipe:
 def _recipe_of(
     content: dict[str, Any], path: Path, options: Mapping[str, Any], above: tuple[Path, ...]
 ) -> Recipe:
-    """The Recipe of a recipe file.
+    """The Recipe that the parsed content of a recipe file describes.
 
-    content: the keys of the file; without a name it gets the file's. The other arguments are those
-    of `load_recipe_file`.
+    content: the file's keys and values. If it has no key `name`, the recipe is named as the file.
+    The other arguments are those of `load_recipe_file`.
     """
     content.setdefault("name", path.stem)
     return _recipe_from(content, Recipe(name=path.stem), path, options, above)

@@ -1,7 +1,8 @@
 """Compares the kernels of kernels/blocks.py and kernels/block_values.py with the PyTorch reference.
 
-They quantize BF16 with E4M3 and UE5M3 scales, and float32 with E8M0 scales, decode the result, and
-undo Hadamard transforms. Runs on a GPU, or in Triton's interpreter:
+These kernels quantize BF16 matrices with E4M3 and UE5M3 scales, and float32 matrices with E8M0
+scales. They also decode such matrices, and undo Hadamard transforms. Runs on a GPU, or in
+Triton's interpreter:
 
     TRITON_INTERPRET=1 python -m testing.kernels.compare_block_scales [e4m3]
 

@@ -13,10 +13,12 @@ from megatron_fp4.mcore.exchange.pieces import Piece
 
 
 class Coding(Protocol):
-    """Makes and reads messages.
+    """Encodes gradients to the messages that data-parallel ranks exchange, and decodes them.
 
-    sent, received: uint8, one axis. `received` has the messages in which the ranks sent the shard
-    that this rank owns, one after the other.
+    A message has the gradients of one shard of a piece, in few bits. In all methods:
+    sent: uint8, one axis: this rank's message of each shard, one after the other.
+    received: uint8, one axis: from each rank its message of the shard that this rank owns, one
+        after the other.
     """
 
     def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:

@@ -53,7 +53,7 @@ class KernelCoding:
         self._tables: dict[Piece, _Tables] = {}
 
     def encode(self, piece: Piece, sent: Tensor, rounding: RankRounding) -> None:
-        kernels.encode(self._of(piece).sent, piece.form, piece.gradients, sent, rounding)
+        kernels.encode(self._tables_of(piece).sent, piece.form, piece.gradients, sent, rounding)
 
     def sum(self, piece: Piece, received: Tensor) -> None:
         kernels.write_sums(*self._summed(piece, received), piece.gradients)
@@ -62,10 +62,11 @@ class KernelCoding:
         kernels.encode_sums(*self._summed(piece, received), rounding)
 
     def decode(self, piece: Piece, sums: Tensor) -> None:
-        shared = self._of(piece).shared
+        shared = self._tables_of(piece).shared
         kernels.write_sums(shared, piece.form, sums, 1, 0, piece.gradients)
 
-    def _of(self, piece: Piece) -> _Tables:
+    def _tables_of(self, piece: Piece) -> _Tables:
+        """The tables of a piece, which are made on its first use."""
         if piece not in self._tables:
             self._tables[piece] = _Tables(piece)
         return self._tables[piece]
@@ -73,11 +74,11 @@ class KernelCoding:
     def _summed(
         self, piece: Piece, received: Tensor
     ) -> tuple[Table, GradientForm, Tensor, int, int]:
-        """The arguments by which a kernel reads the messages that it sums.
+        """The arguments of the kernels that sum the messages which this rank received.
 
-        received: one message of each data-parallel rank, about the shard that this rank owns, one
-        after the other. Returns (the segments of the shard, the format of gradients, `received`,
-        the number of messages, the bytes of one message).
+        received: uint8, one axis: from each data-parallel rank the message with its gradients of
+        the shard that this rank owns, one after the other. Returns (the segments of the shard, the
+        format of gradients, `received`, the number of messages, the bytes of one message).
         """
         ranks, stride = len(piece.shards), piece.lengths[piece.own]
-        return self._of(piece).owned, piece.form, received, ranks, stride
+        return self._tables_of(piece).owned, piece.form, received, ranks, stride

@@ -89,7 +89,11 @@ class CodesBucket:
     def _encoded(
         self, blocks: WeightRange, values: Tensor, averages: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The codes and the scales of `blocks`, flattened. values, averages: see `_after_shard`."""
+        """The codes and the scales of a weight's blocks that begin in this rank's shard, flattened.
+
+        blocks: their elements, of which the last may lie in the shards after it. values, averages:
+        what `_after_shard` returns.
+        """
         end = min(blocks.high, self._own.high)
         over = blocks.high - end
         elements, average = self._buffer[blocks.low : end], None

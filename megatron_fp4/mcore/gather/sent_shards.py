@@ -90,9 +90,10 @@ def bytes_of(runs: Sequence[tuple[int, int]], buffer: Tensor) -> list[Tensor]:
 
 
 def sent_shards(bucket: Any, ranks: int, weights: Mapping[Any, SentWeight]) -> list[SentShard]:
-    """The shard of each rank of a bucket of Megatron's, in the order of the ranks.
+    """What each data-parallel rank sends of one of Megatron's buckets, in the order of the ranks.
 
-    ranks: how many own a shard. weights: those that are sent as codes, by parameter.
+    ranks: the number of ranks among which the bucket is divided. weights: by parameter, the weights
+    that are sent as codes; the elements of other parameters are sent as they are.
     """
     size = bucket.param_data.numel()
     borders = [rank * (size // ranks) for rank in range(ranks + 1)]

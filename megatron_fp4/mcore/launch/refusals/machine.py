@@ -19,7 +19,8 @@ _NEEDS_A_GPU = (
 
 
 def gpu(args: Namespace) -> Iterator[str]:
-    """Refuses what needs CUDA on a machine without a GPU, and a profile without a folder."""
+    """Refuses flags that need CUDA on a machine without a GPU, and PyTorch's profiler without a
+    folder for its traces."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu and args.distributed_backend != "gloo":
         yield (
