@@ -270,7 +270,9 @@ def test_the_loss_beside_fp8() -> None:
         f"(five seeds each) and NVFP4 recipes {least.mean:.3f} to {most.mean:.3f} (two to five "
         "seeds), each evaluated as it trains at the end, so in FP8 and in FP4; after 400M tokens "
         f"one of 60M parameters ends {of_60m['tetrajet-fp8'].mean:.3f} above it, "
-        f"with `tetrajet` {of_60m['tetrajet'].mean:.3f} (two seeds each). A step has "
+        f"with `tetrajet` {of_60m['tetrajet'].mean:.3f} (two seeds each), on a text that was "
+        "read four times, which [makes gaps look small]"
+        "(docs/recipes.md#text-that-is-read-more-than-once). A step has "
         f"{step.ratio:.2f} times BF16's speed, by phases"
     )
     says(f"{speed:.2f} times BF16's speed; {ours.mean:.3f} above BF16's loss (five seeds)")

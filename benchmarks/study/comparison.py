@@ -20,7 +20,7 @@ from tools.rows import Row
 # Recipes under whose names the page has the runs of a file: the runs are from before the recipe was
 # registered, and the file is equal to it.
 OWN = {"tetrajet-fp8": candidate("fp8-ends-then-fp8")}
-MATRICES = ["recipes", "candidates", "sizes"]  # of the same text and rate
+MATRICES = ["recipes", "candidates", "sizes", "largest"]  # of the same text
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""What a recipe costs: held-out losses minus those of another recipe, paired by the data's seed."""
+"""What a recipe costs: its losses minus those of another recipe, paired by the data's seed."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ DRAWS = 10_000  # resamples of the bootstrap
 LEVEL = 0.95  # of its interval
 ENOUGH = 4  # seeds; of fewer the interval goes from the smallest to the largest, and is too narrow
 _FIRST = 20_250_220  # the bootstrap's seed: the same rows give the same interval
+LossOf = Callable[[Row], float | None]  # reads a loss off a finished run
 
 
 class Cell(NamedTuple):
@@ -33,7 +34,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Gap:
-    """The differences of two recipes' held-out losses.
+    """The differences of two recipes' losses.
 
     by_seed: for each seed of the data that both have, the difference of the means over the rounding
     seeds.
@@ -92,35 +93,43 @@ def runs_of(rows: Iterable[Row], cell: Cell, recipe: str) -> list[Row]:
     return [r for r in rows if cell_of(r) == cell and r["configuration"]["recipe"] == recipe]
 
 
-def losses(
-    rows: Iterable[Row], cell: Cell, recipe: str, entry: str | None = None
-) -> dict[int, list[float]]:
-    """The held-out losses at the end of the finished runs of a recipe: for each seed of the data
-    those of its rounding seeds.
-
-    entry: one of the matrix's `evaluate_in`, for the losses of the evaluation in that precision;
-    None: in the precision of the training. Runs without that evaluation are left out.
-    """
-    found: dict[int, list[float]] = {}
-    for row in runs_of(rows, cell, recipe):
-        loss = _loss_of(row, entry)
-        if loss is not None:
-            found.setdefault(row["configuration"]["seed"], []).append(loss)
-    return found
-
-
-def _loss_of(row: Row, entry: str | None) -> float | None:
-    """The held-out loss at the end of a finished run, in the precision of `entry` as in `losses`;
-    None if it was not evaluated in that."""
-    if entry is not None:
-        return row.get("evaluated", {}).get(entry)
+def held_out(row: Row) -> float:
+    """The held-out loss at the end of a finished run, in the precision in which it trained then."""
     loss: float = row["held_out"][-1][1]
     return loss
 
 
-def gap(rows: list[Row], cell: Cell, recipe: str, against: str) -> Gap | None:
+def training(row: Row) -> float:
+    """The training loss in the last report of a finished run, which is a mean over the steps since
+    the report before."""
+    loss: float = row["train"][-1][1]
+    return loss
+
+
+def evaluated_in(entry: str) -> LossOf:
+    """The held-out loss at the end of a finished run in the precision of `entry`, which is one of
+    the matrix's `evaluate_in`; None of runs without that evaluation."""
+    return lambda row: row.get("evaluated", {}).get(entry)
+
+
+def losses(
+    rows: Iterable[Row], cell: Cell, recipe: str, loss_of: LossOf = held_out
+) -> dict[int, list[float]]:
+    """The losses of the finished runs of a recipe: for each seed of the data those of its rounding
+    seeds. Runs without such a loss are left out."""
+    found: dict[int, list[float]] = {}
+    for row in runs_of(rows, cell, recipe):
+        if (loss := loss_of(row)) is not None:
+            found.setdefault(row["configuration"]["seed"], []).append(loss)
+    return found
+
+
+def gap(
+    rows: list[Row], cell: Cell, recipe: str, against: str, loss_of: LossOf = held_out
+) -> Gap | None:
     """The gap of a recipe; None if no seed has both."""
-    return paired(losses(rows, cell, recipe), losses(rows, cell, against))
+    own, other = (losses(rows, cell, each, loss_of) for each in (recipe, against))
+    return paired(own, other)
 
 
 def paired(own: dict[int, list[float]], other: dict[int, list[float]]) -> Gap | None:

@@ -14,6 +14,7 @@ from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
 from benchmarks.study.recipe_facts import LINEARS, Bits, bits, linear_of, step_of
 from benchmarks.study.recipe_facts import words as words_of
+from benchmarks.study.repeated_text import repeated_table
 from benchmarks.study.sizes import SIZES
 from benchmarks.study.small_models import small_table
 from megatron_fp4 import Recipe
@@ -40,6 +41,7 @@ def sections(found: Comparison) -> dict[str, str]:
     return {
         "recipes: losses": "\n\n".join(losses),
         "recipes: words": "\n".join(words_table([*found.registered, *found.candidates])),
+        "recipes: repeated text": "\n".join(repeated_table(found)),
         "recipes: small models": "\n".join(small_table()),
         "recipes: claims": "\n".join(claims_table(found.rows, found.cells[0])),
     }

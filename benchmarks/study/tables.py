@@ -8,7 +8,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.study.gap_words import gap_words
-from benchmarks.study.gaps import LEVEL, Cell, cell_of, gap, losses, paired, runs_of, spread
+from benchmarks.study.gaps import (
+    LEVEL,
+    Cell,
+    cell_of,
+    evaluated_in,
+    gap,
+    losses,
+    paired,
+    runs_of,
+    spread,
+)
 from benchmarks.study.matrix import BF16
 from benchmarks.study.running import named
 from benchmarks.study.sizes import SIZES
@@ -81,8 +91,10 @@ def evaluation_table(rows: list[Row]) -> list[str]:
     entries = list(dict.fromkeys(entry for row in rows for entry in row.get("evaluated", {})))
     body = []
     for cell, recipe, _ in _groups(rows):
-        plain = losses(rows, cell, BF16, BF16)
-        found = [paired(losses(rows, cell, recipe, entry), plain) for entry in entries]
+        plain = losses(rows, cell, BF16, evaluated_in(BF16))
+        found = [
+            paired(losses(rows, cell, recipe, evaluated_in(entry)), plain) for entry in entries
+        ]
         if any(found):
             seeds = max(len(each.by_seed) for each in found if each is not None)
             cells = ["" if each is None else gap_words(each) for each in found]
@@ -131,14 +143,20 @@ def amounts_table(rows: list[Row]) -> list[str]:
     for size, steps in dict.fromkeys((cell.size, cell.steps) for cell in cells(rows)):
         own = [r for r in rows if (cell_of(r).size, cell_of(r).steps) == (size, steps)]
         tokens = steps * SIZES[size].tokens
-        epochs = tokens / own[0]["text"]["train"]["tokens"]
         times = [
             f"`{recipe}` {statistics.median(times):.0f}"
             for recipe in recipes(own)
             if (times := [r["milliseconds"] for r in own if r["configuration"]["recipe"] == recipe])
         ]
-        body.append([size, str(steps), f"{tokens:,}", f"{epochs:.2f}", ", ".join(times)])
+        body.append([size, str(steps), f"{tokens:,}", f"{epochs(own[0]):.2f}", ", ".join(times)])
     return table(["size", "steps", "tokens", "epochs", "ms a step"], body)
+
+
+def epochs(row: Row) -> float:
+    """How often a run reads its text."""
+    of = cell_of(row)
+    times: float = of.steps * SIZES[of.size].tokens / row["text"]["train"]["tokens"]
+    return times
 
 
 def about(rows: list[Row], planned: int) -> list[str]:

@@ -41,6 +41,7 @@ COMMITTED = {
     "low-rates-3M": ("docs/notes/estimators.md", "NVIDIA H200"),
     "recipes-3M": ("docs/study.md", "NVIDIA H200"),
     "rates-26M": ("docs/study.md", "NVIDIA H200"),
+    "largest": ("docs/study.md", "NVIDIA H200"),
     "served": ("docs/study.md", "NVIDIA H200"),
     "served-3M": ("docs/study.md", "NVIDIA H200"),
     "recipes": ("docs/study.md", "NVIDIA H200"),

@@ -203,7 +203,7 @@ def test_figures_in_running_text() -> None:
     large = [of_60m(name) for name in ("tetrajet", "tetrajet-fp8", "fp8")]
     assert [len(each.by_seed) for each in large] == [2, 2, 1]
     plain_60m, own_60m, fp8_60m = (f"{each.mean:.3f}" for each in large)
-    says(f"At 60M it ends {own_60m} above, and `tetrajet` {plain_60m} (two seeds each).")
+    says(f"At 60M it ends {own_60m} above, and `tetrajet` {plain_60m} (two seeds each), but there")
     says(f"in the 60M model at {plain_60m} and {own_60m} (two seeds each), where `fp8` is ")
     says(f"where `fp8` is at {fp8_60m} (one seed)")
     assert large[2].mean < large[1].mean < large[0].mean

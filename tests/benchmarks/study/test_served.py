@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.study import matrix, tables
-from benchmarks.study.gaps import Gap, losses, paired
+from benchmarks.study.gaps import Gap, evaluated_in, losses, paired
 from benchmarks.study.matrix import BF16
 from benchmarks.study.verdicts import NOISE
 from tests.benchmarks.study.prose import prose, rows_of
@@ -18,7 +18,10 @@ def above(study: str, recipe: str, entry: str) -> Gap:
     """The loss of the models of a recipe in a precision, minus that of BF16's in BF16."""
     rows = rows_of(study)
     [cell] = tables.cells(rows)
-    found = paired(losses(rows, cell, recipe, entry), losses(rows, cell, BF16, BF16))
+    found = paired(
+        losses(rows, cell, recipe, evaluated_in(entry)),
+        losses(rows, cell, BF16, evaluated_in(BF16)),
+    )
     assert found is not None
     return found
 

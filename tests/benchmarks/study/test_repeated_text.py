@@ -1,0 +1,158 @@
+"""What docs/recipes.md and docs/study.md say of text that is read more than once."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.study import comparison, matrix, recipes_page, tables
+from benchmarks.study.gaps import Gap, cell_of, gap, runs_of, training
+from benchmarks.study.matrix import BF16
+from benchmarks.study.repeated_text import RECIPES, repeated_table
+from benchmarks.study.sizes import SIZES
+from tests.benchmarks.study.prose import prose, rows_of
+from tools.rows import Row
+
+FOUND = comparison.read()
+CELLS = {cell.size: cell for cell in FOUND.cells}
+RECIPES_PAGE, STUDY_PAGE = prose("docs/recipes.md"), prose("docs/study.md")
+OWN = "tetrajet-fp8"
+
+
+def gaps_of(recipe: str, size: str) -> tuple[Gap, Gap]:
+    """The gaps of a recipe in held-out and in training loss."""
+    held_out = gap(FOUND.rows, CELLS[size], recipe, BF16)
+    trained = gap(FOUND.rows, CELLS[size], recipe, BF16, training)
+    assert held_out is not None and trained is not None
+    return held_out, trained
+
+
+def means(recipe: str, size: str) -> list[float]:
+    return [found.mean for found in gaps_of(recipe, size)]
+
+
+def curve(recipe: str, size: str, losses: str) -> dict[int, float]:
+    """The mean over the runs at each step. losses: "train" or "held_out"."""
+    series = [dict(row[losses]) for row in runs_of(FOUND.rows, CELLS[size], recipe)]
+    return {step: statistics.mean(each[step] for each in series) for step in series[0]}
+
+
+def at(series: dict[int, float], step: int) -> float:
+    """The value of the last report up to a step."""
+    return series[max(each for each in series if each <= step)]
+
+
+def test_the_training_gap_is_that_of_the_last_reports() -> None:
+    """Paired by seed, and of the same batches."""
+    rows = rows_of("sizes")
+    last = {
+        (of["recipe"], of["seed"]): row["train"][-1] for row in rows if (of := row["configuration"])
+    }
+    _, trained = gaps_of("tetrajet", "60M")
+    for seed, found in trained.by_seed.items():
+        (step, loss), (same, plain) = last["tetrajet", seed], last[BF16, seed]
+        assert step == same and found == pytest.approx(loss - plain)
+        first = dict(next(r for r in rows if r["configuration"]["seed"] == seed)["train"])
+        assert found != pytest.approx(loss - first[1], abs=0.1)  # the control
+    assert set(trained.by_seed) == {1, 2}
+
+
+def test_the_table_has_every_finalist_that_was_run() -> None:
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in repeated_table(FOUND)[2:]]
+    assert [line[0] for line in lines] == sorted((line[0] for line in lines), key=[*SIZES].index)
+    for line in lines:
+        if line[0] in CELLS:
+            recipe = line[3].strip("`")
+            held_out, trained = gaps_of(recipe, line[0])
+            assert line[5].startswith(f"{held_out.mean:+.3f}")
+            assert line[6].startswith(f"{trained.mean:+.3f}")
+            tokens = CELLS[line[0]].steps * SIZES[line[0]].tokens
+            assert line[2] == f"{tokens / 94_798_445:.2f} times"
+    finalists = {(line[0], line[3].strip("`")) for line in lines}
+    for size, cell in CELLS.items():
+        run = {name for name in RECIPES if runs_of(FOUND.rows, cell, name)}
+        assert run == {recipe for where, recipe in finalists if where == size}
+
+
+def test_another_training_loss_changes_the_table() -> None:
+    def changed(row: Row) -> Row:
+        step, loss = row["train"][-1]
+        own = row["configuration"]["recipe"] == OWN and cell_of(row) == CELLS["150M"]
+        return row | {"train": [[step, loss + 0.01]]} if own else row
+
+    assert repeated_table(replace(FOUND, rows=[*map(changed, FOUND.rows)])) != repeated_table(FOUND)
+
+
+def test_what_repeated_text_does() -> None:
+    (held, trained), (held_60m, trained_60m) = (means("tetrajet", size) for size in ("26M", "60M"))
+    (own, own_trained), (own_60m, own_trained_60m) = (means(OWN, size) for size in ("26M", "60M"))
+    begins = {
+        losses: at(curve("tetrajet", "60M", losses), 765) - at(curve(BF16, "60M", losses), 765)
+        for losses in ("held_out", "train")
+    }
+    for text in (
+        f"{trained:.3f} and not {held:.3f} of `tetrajet` at 26M",
+        f"at 60M {trained_60m:.3f} and not {held_60m:.3f}.",
+        f"in held-out loss falls from {begins['held_out']:.3f} after 100M tokens",
+        f"in training loss grows from {begins['train']:.3f} to {trained_60m:.3f}.",
+        f"the gap of `{OWN}` is {own / held:.2f} times that of `tetrajet` in held-out loss at 26M, "
+        f"and {own_trained / trained:.2f} times in training loss. At 60M it is "
+        f"{own_60m / held_60m:.2f} and {own_trained_60m / trained_60m:.2f} times.",
+        f"read [four times](#text-that-is-read-more-than-once), the 60M model is at "
+        f"{trained_60m:.3f} and {own_trained_60m:.3f}.",
+    ):
+        assert text in RECIPES_PAGE, text
+    assert max(own / held, own_60m / held_60m, own_trained / trained) < 0.5
+    assert own_trained_60m / trained_60m < 0.5
+
+
+def test_the_gaps_are_the_same_where_the_text_is_read_once() -> None:
+    rows = rows_of("recipes-3M")
+    [cell] = tables.cells(rows)
+    assert tables.epochs(rows[0]) < 1 < tables.epochs(runs_of(FOUND.rows, CELLS["26M"], BF16)[0])
+    for name in RECIPES:
+        held_out, trained = gap(rows, cell, name, BF16), gap(rows, cell, name, BF16, training)
+        assert held_out is not None and trained is not None
+        assert abs(held_out.mean - trained.mean) < 0.005
+    held_out, trained = gaps_of("tetrajet", "26M")
+    assert trained.mean - held_out.mean > 0.02  # the control: read twice
+
+
+def test_the_longest_pair() -> None:
+    (held_out, trained), whole = gaps_of(OWN, "150M"), prose("README.md")
+    assert [*held_out.by_seed] == [1]
+    plain, loss = curve(BF16, "150M", "held_out"), curve(BF16, "150M", "train")
+    [before, last] = [*plain][-2:]
+    early = curve(OWN, "150M", "held_out")[before] - plain[before]
+    assert before / CELLS["150M"].steps < 0.8
+    for text in (
+        f"ends {-held_out.mean:.3f} below BF16 in held-out loss, and {trained.mean:.3f} above it "
+        "in training loss (one seed).",
+        f"training loss falls from {at(loss, before):.3f} to {at(loss, last):.3f}, and its "
+        f"held-out loss from {plain[before]:.3f} to {plain[last]:.3f}",
+    ):
+        assert text in RECIPES_PAGE, text
+    times = {row["configuration"]["recipe"]: row["milliseconds"] for row in rows_of("largest")}
+    [ratio] = [ms / times[BF16] for recipe, ms in times.items() if recipe != BF16]
+    for text in (
+        f"ends {-held_out.mean:.4f} below BF16 in held-out loss, and {trained.mean:.4f} above it",
+        f"After {before:,} steps, before its last fifth in `fp8`, it is {early:.4f} above BF16",
+        f"Its median step takes {ratio:.2f} times BF16's",
+    ):
+        assert text in STUDY_PAGE, text
+    tokens = CELLS["150M"].steps * SIZES["150M"].tokens
+    assert f"at 150M parameters and {tokens / 1e6:.0f}M tokens, with one seed." in whole
+
+
+def test_the_matrix_of_one_epoch_reads_no_text_twice() -> None:
+    study, text = matrix.read("one-epoch"), rows_of("largest")[0]["text"]
+    for point in study.points():
+        tokens = point.steps * SIZES[point.size].tokens
+        left = text["train"]["tokens"] - tokens
+        assert 0 <= left == 33_389 < SIZES[point.size].tokens
+
+
+def test_the_page_has_the_section() -> None:
+    assert "recipes: repeated text" in recipes_page.sections(FOUND)
