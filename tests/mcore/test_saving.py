@@ -192,6 +192,7 @@ def test_what_is_saved_is_saved_again_only_with_the_order_to_rerun_a_step(
     one_rank: None, launch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, saved = RerunStateMachine(), list[int]()
+    monkeypatch.setattr(saving.training, "maybe_finalize_async_save", lambda blocking: None)
     monkeypatch.setattr(saving, "get_rerun_state_machine", lambda: machine)
     monkeypatch.setattr(saving, "_saved", [])
 
@@ -206,6 +207,32 @@ def test_what_is_saved_is_saved_again_only_with_the_order_to_rerun_a_step(
     machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
     save(4)
     assert saved == [4, 4]
+
+
+def test_files_that_are_still_written_in_the_background_are_not_deleted(
+    one_rank: None, launch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save with the order to run a step again follows the first one of that step at once."""
+    machine, file = RerunStateMachine(), tmp_path / "iter_0000004/__0_0.distcp"
+    monkeypatch.setattr(saving, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(saving, "_saved", [])
+    finished = list[bool]()
+
+    def finalize(blocking: bool = False) -> None:
+        finished.append(blocking and file.exists())
+
+    monkeypatch.setattr(saving.training, "maybe_finalize_async_save", finalize)
+
+    def upstream(*_: Any, **__: Any) -> None:
+        file.parent.mkdir()
+        file.write_text("codes")
+
+    save = saving._saving_safely(upstream)
+    save(4)
+    assert not finished
+    machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+    save(4)
+    assert finished == [True]
 
 
 def test_a_tracker_that_was_emptied_by_the_save_that_failed_is_restored(

@@ -85,6 +85,8 @@ def _saving_safely(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return None  # saved again, it would be incomplete for a while, and say the same
         failing = _failing_in_one_line(f"the checkpoint of iteration {iteration}", folder, path)
         with failing, _signal_blocked(launch):
+            if _saved == [path]:  # its files may still be written in the background
+                training.maybe_finalize_async_save(blocking=True)
             on_first(lambda: _delete(path))
             result = save()
             if launch.ckpt_format == "torch" and launch.fp4_verify_integrity:
