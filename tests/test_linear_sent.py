@@ -22,7 +22,7 @@ from megatron_fp4.execution.weights import WeightCache
 from megatron_fp4.linear import quantized_linear
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes, sent_bytes
-from megatron_fp4.plan.owned_codes import reader_of_w
+from megatron_fp4.plan.owned_codes import reader_of_w, times_of, times_of_launch
 from megatron_fp4.recipe import GEMMS, GemmRecipe, Phase, Recipe
 from megatron_fp4.setting import KeepsW, Setting, holds
 from megatron_fp4.target import target_of
@@ -166,10 +166,7 @@ def then(late: Recipe) -> Recipe:
     ("recipe", "says"),
     [
         *((recipe, None) for recipe in RECIPES),
-        (then(TETRAJET.without(("dgrad", "wgrad"))), None),
-        (then(TETRAJET.without(GEMMS)), "recipe bf16 of a phase: fprop multiplies"),
-        (then(get_recipe("tetrajet", rule="floor")), "recipe tetrajet of a phase quantizes W oth"),
-        (then(get_recipe("mxfp4")), "backward reads the unquantized W"),
+        (TETRAJET.without(GEMMS), "fprop multiplies W in high precision"),
         (get_recipe("mxfp4"), "backward reads the unquantized W"),
         (get_recipe("tetrajet", double_quantization=False), "backward reads the unquantized W"),
         (get_recipe("mxfp4-rht-sr"), "fprop multiplies W in high precision"),
@@ -188,3 +185,38 @@ def then(late: Recipe) -> Recipe:
 def test_recipes_that_read_w(recipe: Recipe, says: str | None) -> None:
     reader = reader_of_w(recipe)
     assert reader is None if says is None else says in (reader or "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "times"),
+    [
+        (TETRAJET, [(0.0, True)]),
+        (get_recipe("mxfp4"), [(0.0, False)]),
+        (then(TETRAJET.without(("dgrad", "wgrad"))), [(0.0, True)]),
+        (then(TETRAJET.without(GEMMS)), [(0.0, True), (0.5, False)]),
+        (then(get_recipe("mxfp4")), [(0.0, True), (0.5, False)]),
+        (then(get_recipe("tetrajet", rule="floor")), [(0.0, True), (0.5, False)]),  # other codes
+        (replace(get_recipe("fp8"), phases=(Phase(0.5, TETRAJET),)), [(0.0, False), (0.5, True)]),
+        (
+            replace(
+                then(get_recipe("fp8")),
+                phases=(*then(get_recipe("fp8")).phases, Phase(0.75, TETRAJET)),
+            ),
+            [(0.0, True), (0.5, False), (0.75, True)],
+        ),
+        (get_recipe("auto"), [(0.0, True), (0.8, False)]),
+    ],
+)
+def test_when_w_comes_as_codes(recipe: Recipe, times: list[tuple[float, bool]]) -> None:
+    assert times_of(recipe) == tuple(times)
+    assert times_of_launch([recipe, get_recipe("mxfp4")]) == tuple(times)
+
+
+def test_the_launch_s_recipe_says_when_unless_it_quantizes_nothing() -> None:
+    plain = TETRAJET.without(GEMMS)
+    assert times_of_launch([plain, get_recipe("mxfp4"), then(get_recipe("fp8"))]) == (
+        (0.0, True),
+        (0.5, False),
+    )
+    assert times_of_launch([get_recipe("mxfp4"), TETRAJET]) == ((0.0, False),)
+    assert times_of_launch([plain]) == ((0.0, False),)

@@ -147,7 +147,8 @@ class CppExecutor:
         if held is not None:
             held.to_python()
         if context.plan.saves_w == "operand":
-            shared = context.site.sent_w if held is None else held.made["fprop"].operand
+            sent = context.site.sent_w if context.plan.fprop.b.is_sent else None
+            shared = sent if held is None else held.made["fprop"].operand
             context = replace(context, shared_w=shared)
         if kind.problem is None and dy.is_contiguous():
             follower = CallRecorder(self.extension, kind, context.site, context.call, held)

@@ -66,7 +66,7 @@ def plan(
         main_grad=layout.main_grad,
         has_bias=model.biases or (model.qkv_bias and linear.name == "linear_qkv"),
         keeps_w=_keeps_w(layout, recipe),
-        sent_w=layout.sent_w and reader_of_w(recipe) is None,
+        sent_w=layout.sent_w and reader_of_w(longest(recipe)) is None,
     )  # fmt: skip
     return _compiled(longest(recipe), setting)
 

@@ -31,6 +31,7 @@ from megatron_fp4.makers.base import NOTHING, Given, OperandPlan
 from megatron_fp4.operands import Carriers, Made, Matrix
 from megatron_fp4.plan.cache import plan_for, tokens_of_plan
 from megatron_fp4.plan.data import LinearPlan
+from megatron_fp4.plan.owned_codes import reads_codes
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.setting import UNSHARDED, KeepsW, Sharding, SwigluPlace
 
@@ -129,7 +130,8 @@ class Site:
     average: float32 [out, in], the moving average towards which rounding ema rounds W. It is
         updated in place between steps. None: W itself, or the recipe reads no average.
     sent_w: fprop's operand of W, which the ranks that own parts of W quantize and send. It keeps
-        its addresses, and is written in place between steps. None: the linear quantizes W.
+        its addresses, and is written in place between steps. None, and in phases whose recipe
+        reads more of W (`owned_codes.reads_codes`): the linear quantizes W.
     norm: an RMSNorm of what the linear takes, whose result is X; None: it takes X.
     observe: called with (gemm, letter, tally) for each quantized operand when it is multiplied, to
         watch for NaN and rounded elements; see `operands.Decoded.tally`.
@@ -186,8 +188,12 @@ class Site:
         return plan_for(
             recipe, tokens_of_plan(recipe, tokens), weight.shape, dtype, weight.device,
             weight.dtype, sharding, main_grad, dx, dw, has_bias, self.keeps_w, self.packs_x,
-            swiglu, self.norm is not None, self.kept_y, self.sent_w is not None, self.fastest,
+            swiglu, self.norm is not None, self.kept_y, self._reads_sent_w(recipe), self.fastest,
         )  # fmt: skip
+
+    def _reads_sent_w(self, recipe: Recipe) -> bool:
+        """Whether `recipe`, which may be that of a phase, takes W from `sent_w`."""
+        return self.sent_w is not None and reads_codes(recipe, self.sent_w.quantizer)
 
     def given(
         self, operand: OperandPlan, call: Call, fold: Tensor | None, largest: Tensor | None

@@ -16,7 +16,7 @@ from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.description import titled
 from megatron_fp4.errors import ConfigError, SizeError
 from megatron_fp4.plan.compiler import compile_plan
-from megatron_fp4.plan.owned_codes import reader_of_w, refusal
+from megatron_fp4.plan.owned_codes import codes_in_turn, refusal, times_of, times_of_launch
 from megatron_fp4.plan.show import show, show_exchange
 from megatron_fp4.plan.sizes import check_sizes
 from megatron_fp4.recipe import Recipe
@@ -154,10 +154,11 @@ def _element(args: argparse.Namespace) -> str | None:
 
 
 def _setting_of(part: Recipe, recipe: Recipe, setting: Setting) -> Setting:
-    """`setting` as it is for a part of `recipe`. W comes as codes if neither the part nor another
-    phase of the same linears multiplies anything else of it."""
+    """`setting` as it is for a part of `recipe`, in which W may not come as codes."""
     whole = next(each for each in recipe.followed if part in each.in_turn)
-    return setting if reader_of_w(whole) is None else replace(setting, sent_w=False)
+    agrees = times_of(whole) == times_of_launch(recipe.followed)
+    codes = agrees and codes_in_turn(whole)[whole.in_turn.index(part)]
+    return setting if codes else replace(setting, sent_w=False)
 
 
 def check_sizes_of_flags(

@@ -9,7 +9,9 @@ averages of all ranks, gathered as upstream does, and all other parameters of th
 WORD is a situation or a mistake. The situations: with `broadcasts` runs of other parameters are
 broadcast from 1 KiB on; `fused-adam` takes the optimizer of testing/fused_adam.py. The mistakes:
 `float32` quantizes the main weights without rounding them to BF16; `zeros` completes cut blocks
-with zeros; `stale` saves, evaluates in BF16 and hashes without gathering the weights first.
+with zeros; `stale` saves, evaluates in BF16 and hashes without gathering the weights first;
+`unturned` gathers nothing when a phase begins that reads W where codes were gathered, or the
+reverse.
 """
 
 import sys
@@ -23,7 +25,7 @@ from torch import distributed as dist
 from megatron_fp4.arithmetic.quantize import quantize_matrix
 from megatron_fp4.mcore import pretrain
 from megatron_fp4.mcore.gather import sent_shards
-from megatron_fp4.mcore.gather.buckets import CodesBucket
+from megatron_fp4.mcore.gather.buckets import CodesBucket, GatheringBucketGroup
 from megatron_fp4.mcore.gather.sent_shards import WeightRange
 from megatron_fp4.mcore.loop import whole_weights
 from megatron_fp4.mcore.runtime import cpu
@@ -120,6 +122,13 @@ def stale() -> None:
     whole_weights.gather_weights = lambda model: None
 
 
+def unturned() -> None:
+    def turn_to(self: GatheringBucketGroup, codes: bool) -> None:
+        self.gathers_codes = codes
+
+    GatheringBucketGroup.turn_to = turn_to  # type: ignore[method-assign]
+
+
 def broadcasting() -> None:
     sent_shards.LONG = 1024
 
@@ -129,6 +138,7 @@ WORDS = {
     "float32": unrounded,
     "fused-adam": fused_adam.install,
     "stale": stale,
+    "unturned": unturned,
     "zeros": with_zeros,
 }
 

@@ -66,7 +66,13 @@ def test_a_mistake_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", ["", f"{BUCKETS} --overlap-param-gather", pytest.param(AWARE, marks=needs_te)]
+    "more",
+    [
+        "",
+        f"{BUCKETS} --overlap-param-gather",
+        f"{BUCKETS} --overlap-param-gather --fp4-bf16-after 0.5",
+        pytest.param(AWARE, marks=needs_te),
+    ],
 )
 def test_gathered_codes_train_as_gathered_weights(more: str) -> None:
     flags = f"--fp4-recipe tetrajet {OWNED} {more}"

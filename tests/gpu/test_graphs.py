@@ -164,6 +164,10 @@ FEW_BITS = {
     "gradients, plain DDP": ("tetrajet", "--overlap-grad-reduce", "--fp4-grad-comm", "fp8"),
     "weights": ("tetrajet", *OVERLAP, "--fp4-param-gather"),
     "averaged weights": ("tetrajet-ema", *OVERLAP, "--fp4-param-gather"),
+    "weights, by phases": (
+        *("tetrajet", *OVERLAP, "--fp4-param-gather"),
+        *("--fp4-bf16-after", "0.5"),
+    ),
     "all": (
         *("tetrajet", *OVERLAP, "--fp4-grad-comm", "bf16", "--fp4-param-gather"),
         *("--fp4-optimizer-state", "m=fp8,v=fp16"),

@@ -40,6 +40,8 @@ EIGHT = "--global-batch-size 8"
 EMA = f"--fp4-recipe {HERE / 'ema.yaml'}"
 CUT = f"--fp4-recipe {HERE / 'blocks-of-64.yaml'} {EIGHT}"
 EVALUATED = "--eval-iters 1 --eval-interval 2"
+AUTO = "--fp4-recipe auto --fp4-recipe-option fp8_after=0.5 --num-layers 3"
+BY_PHASES = f"--fp4-recipe {HERE / 'codes-by-phases.yaml'}"
 VIRTUAL = (
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 )
@@ -90,6 +92,21 @@ LAYOUTS = {
         2,
         f"--fp4-recipe auto --fp4-recipe-option fp8_after=1 --num-layers 3 {BUCKETS}",
     ),
+    "FP8 at the end": (2, f"{AUTO} {BUCKETS}"),
+    "FP8 at the end, at once": (2, f"{AUTO} {EVALUATED}"),
+    "FP8 at the end, virtual stages": (
+        4,
+        f"{VIRTUAL} {BUCKETS} {EIGHT} {AUTO.replace('--num-layers 3', '')}",
+    ),
+    "FP8 at the end, evaluated in BF16": (
+        2,
+        f"{AUTO} {BUCKETS} {EVALUATED} --fp4-eval-forward bf16",
+    ),
+    "BF16 at the end": (2, f"{TETRAJET} {BUCKETS} --fp4-bf16-after 0.5"),
+    "average, and FP8 at the end": (2, f"--fp4-recipe {HERE / 'ema-then-fp8.yaml'} {BUCKETS}"),
+    "codes by phases": (2, f"{BY_PHASES} {BUCKETS}"),
+    "codes by phases, at once": (2, f"{BY_PHASES} {EVALUATED}"),
+    "some at other times": (2, f"{AUTO} --fp4-module-recipe *.linear_fc1=tetrajet {BUCKETS}"),
     "averages of both kinds": (
         2,
         f"{EMA} --fp4-module-recipe *.linear_fc1={HERE / 'ema-of-raw-w.yaml'} {BUCKETS}",
@@ -100,7 +117,7 @@ LAYOUTS = {
     ),
     "some by another recipe": (2, f"{TETRAJET} --fp4-module-recipe *.linear_fc1=mxfp4 {BUCKETS}"),
 }
-QUICK = ("overlapped, in buckets", "average", "ends in FP8")
+QUICK = ("overlapped, in buckets", "average", "FP8 at the end")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +128,8 @@ def test_codes_and_losses_are_those_of_the_plain_gather(name: str) -> None:
     found = check(*LAYOUTS[name])
     assert ("blocks are cut" in found.output) == name.startswith("cut blocks")
     mixed = name.startswith("some ") and name != "some in BF16"
-    mixed |= name in ("ends in FP8", "averages of both kinds")
+    mixed |= name in ("ends in FP8", "averages of both kinds") or "by phases" in name
+    mixed |= "FP8 at the end" in name
     assert ("where W comes as codes, for dgrad alone" in found.output) == mixed
     if name == "overlapped, in buckets":  # 17 bytes for a block of 32; half of it leaves each rank
         elements = weights_in(found)
@@ -137,6 +155,14 @@ def test_the_precision_aware_optimizer() -> None:
     found = run(2, f"{flags} {GATHER}", "fused-adam")
     assert found.status == 0, found.output[-3000:]
     assert found.losses == run(2, flags, "fused-adam").losses == run(2, TETRAJET).losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [AUTO, BY_PHASES])
+def test_a_phase_that_reads_what_was_not_gathered_is_noticed(flags: str) -> None:
+    found, plain = run(2, f"{flags} {GATHER}", "unturned"), run(2, flags)
+    assert found.losses[:1] == plain.losses[:1]
+    assert found.losses != plain.losses and len(plain.losses) == 4
 
 
 def test_main_weights_that_are_not_rounded_first_are_noticed() -> None:
@@ -260,7 +286,13 @@ def test_hashes_of_weights() -> None:
         pytest.param(TETRAJET, marks=pytest.mark.slow),
         *(
             pytest.param(x, marks=pytest.mark.outside)
-            for x in (f"{TETRAJET} {BUCKETS}", f"{TETRAJET} {SHARDED}", f"{EMA} {SHARDED}")
+            for x in (
+                f"{TETRAJET} {BUCKETS}",
+                f"{TETRAJET} {SHARDED}",
+                f"{EMA} {SHARDED}",
+                f"{AUTO} {BUCKETS}",
+                f"{BY_PHASES} {SHARDED}",
+            )
         ),
     ],
 )
@@ -340,11 +372,6 @@ def test_no_metrics_of_w_by_default() -> None:
         ("--fp4-recipe mxfp4-rht-sr", "because fprop multiplies W in high precision"),
         ("--fp4-recipe dge-occ", "because fprop's W is not E2M1 with an E8M0 scale"),
         ("--fp4-recipe tetrajet-ramping", "because the calibrations of Q-Ramping quantize W"),
-        (
-            "--fp4-bf16-after 0.5",
-            "--fp4-bf16-after, after which fprop multiplies W in high precision: add --fp4-bf16-"
-            "gemms dgrad wgrad, or leave out --fp4-param-gather",
-        ),
         ("--qk-clip", "does not support --qk-clip: leave out one of the two"),
         ("--overlap-param-gather-with-optimizer-step", "does not support --overlap-param"),
         ("--num-distributed-optimizer-instances 2", "does not support --num-dist"),
@@ -364,13 +391,13 @@ def test_refusals_of_what_is_missing() -> None:
     assert "add --use-distributed-optimizer" in refusal(*without)
     assert "add --bf16" in refusal(*ASKED[:-1])
     assert "--fp4-param-gather needs a recipe: add --fp4-recipe" in refusal(GATHER)
-    parse(*ASKED, "--fp4-bf16-after", "0.5", "--fp4-bf16-gemms", "dgrad", "wgrad")
+    parse(*ASKED, "--fp4-bf16-after", "0.5")
 
 
 def test_only_the_launch_s_recipe_must_multiply_codes_alone() -> None:
     """W of layers and modules whose recipes read more of it is gathered in BF16."""
     auto = ("--fp4-recipe", "auto", *ASKED[2:], "--num-layers", "4")
-    assert "recipe tetrajet-fp8 does not support" in refusal(*auto)
+    parse(*auto)
     parse(*auto, "--fp4-recipe-option", "fp8_after=1")
     parse(*ASKED, "--fp4-module-recipe", "*fc1=mxfp4")
     mxfp4 = ("--fp4-recipe", "mxfp4", *ASKED[2:], "--fp4-module-recipe")

@@ -114,7 +114,7 @@ def test_an_evaluation_reads_the_weights_that_the_step_before_it_left(
     """It may have the number of that step. Once for all of its microbatches, as in training."""
     run, gathered = run_of(curr_iteration=4), list[str]()
     monkeypatch.setattr(run.weight_states, "gather", lambda: gathered.append("averages"))
-    monkeypatch.setattr(run.sent_weights, "refresh", lambda: gathered.append("codes"))
+    monkeypatch.setattr(run.sent_weights, "refresh", lambda codes: gathered.append("codes"))
     step = run.counting(lambda data, model: None)
     epochs = []
     for training in (True, False, True):

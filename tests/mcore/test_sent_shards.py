@@ -191,13 +191,17 @@ def test_bytes_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Group:
-    """Counts its gathers."""
+    """Counts its gathers, and notes its turns."""
 
     def __init__(self) -> None:
         self.gathers = 0
+        self.turns: list[bool] = []
 
     def gather_codes(self) -> None:
         self.gathers += 1
+
+    def turn_to(self, codes: bool) -> None:
+        self.turns.append(codes)
 
 
 def test_codes_are_gathered_again_where_weights_were_written() -> None:
@@ -208,10 +212,24 @@ def test_codes_are_gathered_again_where_weights_were_written() -> None:
     for act in (lambda: None, lambda: None, lambda: weight.data.add_(1.0),
                 lambda: weight.detach().add_(1.0), weights.expire):  # fmt: skip
         act()
-        weights.refresh()
+        weights.refresh(codes=True)
         found.append(group.gathers)
     # The optimizer writes as the third does, and gathers the codes itself.
     assert found == [1, 1, 1, 2, 3]
+
+
+def test_what_is_gathered_changes_where_linears_read_the_other() -> None:
+    """Codes that were written before are gathered with the change, and weights need no more."""
+    weight, group, weights = torch.nn.Parameter(normal((8, 32), 0)), Group(), SentWeights()
+    weights.add(weight, RECIPES["nearest"])
+    weights.follow([group])
+    for codes in (True, True, False, False, True):
+        weights.refresh(codes)
+    assert group.turns == [False, True] and group.gathers == 1
+    weights.refresh(codes=False)
+    weights.expire()
+    weights.refresh(codes=False)
+    assert group.turns == [False, True, False] and group.gathers == 1
 
 
 def test_a_weight_that_was_frozen_late_is_refused() -> None:

@@ -88,7 +88,10 @@ def test_codes_of_a_recipe_that_begins_or_stays_in_high_precision(
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("phases: [{after: 0.5, recipe: tetrajet}]\n")
-    with pytest.raises(SystemExit, match="because fprop multiplies W in high precision"):
+    first, late = printed(f"--recipe {path} --param-gather --dp 2").split("after 0.5 of training")
+    assert "by the ranks that own W" not in first and "by the ranks that own W" in late
+    path.write_text("layers: [{last: 2, recipe: mxfp4}]\n")
+    with pytest.raises(SystemExit, match="because backward reads the unquantized W"):
         printed(f"--recipe {path} --param-gather --dp 2")
     path.write_text("layers: [{last: 2, recipe: tetrajet}]\n")
     first, own = printed(f"--recipe {path} --param-gather --dp 2").split("\nthe last 2 layers\n")
@@ -345,7 +348,7 @@ def test_recipes_of_layers_are_checked_and_shown_with_their_phases(
 def test_w_of_layers_is_judged_with_all_their_phases(
     tmp_path: Path, printed: Callable[[str], str]
 ) -> None:
-    """A launch gathers W of a linear as codes in all phases of its recipe, or in none."""
+    """W of layers whose phases differ from the launch's is gathered in BF16 in all of them."""
     path, sent = tmp_path / "mine.yaml", "by the ranks that own W"
     for late in ("tetrajet", "fp8"):
         own = f"base: tetrajet, options: {{rule: floor}}, phases: [{{after: 0.5, recipe: {late}}}]"

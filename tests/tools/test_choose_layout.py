@@ -255,8 +255,15 @@ def test_weights_that_are_gathered_as_codes(tmp_path: Path) -> None:
     mine.write_text("base: auto\noptions: {fp8_layers: 1, fp8_after: 1}\n")
     of_layers = json.loads(run([*job, "--recipe", str(mine), flag, "--json"]))["layouts"][0]
     assert flag in of_layers["flags"]
-    with pytest.raises(ConfigError, match="of recipe fp8 of a phase: fprop's W is not E2M1"):
-        run([*job, "--recipe", "auto", flag])
+    # The estimate is of the longest phase.
+    of_phases = json.loads(run([*job, "--recipe", "auto", flag, "--json"]))["layouts"][0]
+    assert of_phases["sent"] == of_layers["sent"]
+    mine.write_text("base: fp8\nphases: [{after: 0.1, recipe: tetrajet}]\n")
+    late = json.loads(run([*job, "--recipe", str(mine), flag, "--json"]))["layouts"][0]
+    assert sum(late["sent"]["data all-gather"].values()) == sent[1]
+    mine.write_text("base: fp8\nphases: [{after: 0.9, recipe: tetrajet}]\n")
+    rarely = json.loads(run([*job, "--recipe", str(mine), flag, "--json"]))["layouts"][0]
+    assert sum(rarely["sent"]["data all-gather"].values()) == sent[0]
 
 
 def test_swiglu_s_input_is_that_of_a_swiglu() -> None:

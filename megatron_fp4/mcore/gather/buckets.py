@@ -143,9 +143,13 @@ class CodesBucket:
 
 
 class GatheringBucketGroup(_ParamAndGradBucketGroup):
-    """A group of buckets whose sent weights are gathered as codes and scales."""
+    """A group of buckets whose sent weights are gathered as codes and scales.
+
+    gathers_codes: whether they are so now, or in the dtype of the weights, as upstream does.
+    """
 
     codes_buckets: list[CodesBucket]
+    gathers_codes: bool
     param_gather_handle: Any
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -153,11 +157,11 @@ class GatheringBucketGroup(_ParamAndGradBucketGroup):
 
         force_sync: whether all ranks need the weights themselves, too.
         """
+        if not self.gathers_codes:
+            super().start_param_sync(force_sync)
+            return
         if force_sync:
-            if self.param_gather_handle is not None:
-                self.param_gather_handle.wait()
-                self.param_gather_handle = None
-            super().start_param_sync(force_sync=True)
+            self._gather_weights()
             self.gather_codes()
             return
         assert self.param_gather_handle is None, "the group is being gathered"
@@ -173,6 +177,22 @@ class GatheringBucketGroup(_ParamAndGradBucketGroup):
         """Gathers the codes and scales, and waits."""
         for bucket in self.codes_buckets:
             bucket.send().wait()
+
+    def _gather_weights(self) -> None:
+        """Gathers the weights themselves, and waits for them and for codes that are under way."""
+        if self.param_gather_handle is not None:
+            self.param_gather_handle.wait()
+            self.param_gather_handle = None
+        super().start_param_sync(force_sync=True)
+
+    def turn_to(self, codes: bool) -> None:
+        """From now on gathers codes, or the weights themselves; gathers these now, and waits."""
+        if codes:
+            super().start_param_sync(force_sync=True)  # also waits for weights that are under way
+            self.gather_codes()
+        else:
+            self._gather_weights()
+        self.gathers_codes = codes
 
 
 def install(chunks: Sequence[Any], weights: SentWeights, states: WeightStates) -> None:
@@ -196,6 +216,7 @@ def install(chunks: Sequence[Any], weights: SentWeights, states: WeightStates) -
         )
     for group in groups:
         extend(group, GatheringBucketGroup)
+        group.gathers_codes = True
         group.codes_buckets = [
             CodesBucket(bucket, ranks_of(group), weights, states) for bucket in group.buckets
         ]

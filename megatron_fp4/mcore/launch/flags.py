@@ -127,8 +127,9 @@ def _add_operands(group: argparse._ArgumentGroup) -> None:
         "--fp4-param-gather",
         action="store_true",
         help="with the distributed optimizer: gather weights as the 4-bit codes and the scales "
-        "that the forward pass multiplies, and not in BF16; for recipes that multiply nothing else "
-        "of W, with the same bits (with --fp4-format it is Megatron's flag of this name)",
+        "that the forward pass multiplies, and not in BF16; in phases of recipes that multiply "
+        "nothing else of W, with the same bits (with --fp4-format it is Megatron's flag of this "
+        "name)",
     )
     group.add_argument(
         "--fp4-saved-x",

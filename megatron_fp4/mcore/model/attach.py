@@ -125,7 +125,8 @@ def _sizes(run: Run, model: list[MegatronModule], plans: list[list[LinearPlan]])
     held = max(of_all(sum(max(map(held_bytes, phases)) for phases in plans)))
     sent = {plan.fprop.b.is_sent for phases in plans for plan in phases if plan.recipe.quantized}
     yield start_lines.held_weights(run.keeps_w, held, set().union(*of_all(sent)))
-    yield start_lines.gathered_weights(run.args, max(of_all(_gathered(run))))
+    gathered = max(of_all(_gathered(run)))
+    yield start_lines.gathered_weights(run.args, gathered, run.times_of_codes)
     yield start_lines.weight_states(
         run.recipes, max(of_all(run.weight_states.bytes_of_copies)), run.args
     )

@@ -7,7 +7,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +28,7 @@ from megatron_fp4.mcore.model.run_log import RunLog
 from megatron_fp4.mcore.model.sent_weights import SentWeights
 from megatron_fp4.mcore.model.weight_states import WeightStates
 from megatron_fp4.monitor import NonFiniteMonitor
-from megatron_fp4.plan.owned_codes import reader_of_w
+from megatron_fp4.plan.owned_codes import Times, times_of, times_of_launch
 from megatron_fp4.recipe import OPERANDS, Recipe
 from megatron_fp4.setting import KeepsW, fastest_of, keeps_w_of
 
@@ -131,7 +131,7 @@ class Run:
             self.epoch += 1
             self._training = training
             self.weight_states.gather()
-            self.sent_weights.refresh()
+            self.sent_weights.refresh(self._gathers_codes(step))
         if step != self._step:
             self._start_step(step)
         # Modulo, because upstream may run a step again to tell faulty hardware from a real NaN.
@@ -266,13 +266,26 @@ class Run:
         return keeps_w_of(self.args.fp4_weight_cache)
 
     def sends(self, weight: Tensor, recipe: Recipe) -> bool:
-        """Whether the owners of this weight send it as codes and scales (--fp4-param-gather).
+        """Whether the owners of this weight send it as codes and scales, at the times at which the
+        launch gathers codes (--fp4-param-gather).
 
         recipe: that of its linear.
         """
         # Without an optimizer nothing is gathered, and every rank has the whole weight.
         gathers = self.args.fp4_gathers_codes and not self.args.skip_train
-        return bool(gathers and weight.requires_grad and reader_of_w(recipe) is None)
+        times = self.times_of_codes
+        agrees = any(codes for _, codes in times) and times_of(recipe) == times
+        return bool(gathers and weight.requires_grad and agrees)
+
+    @cached_property
+    def times_of_codes(self) -> Times:
+        """When the ranks gather weights as codes, under --fp4-param-gather."""
+        return times_of_launch(self.recipes)
+
+    def _gathers_codes(self, step: int) -> bool:
+        """Whether the ranks gather weights as codes for step `step`, from 0."""
+        progress = max(step, 0) / self._steps
+        return [codes for after, codes in self.times_of_codes if progress >= after][-1]
 
     @property
     def packs_x(self) -> bool:

@@ -3,7 +3,8 @@
 The linear reads the codes and scales from buffers that keep their addresses, so that CUDA graphs
 can read them. gather/buckets.py fills the buffers after each optimizer step. The model's weight
 then has the right values in this rank's own shard alone, until all ranks are told to gather the
-weights themselves.
+weights themselves. In phases of training whose recipe reads more of W than these codes, the ranks
+gather the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_fp4 import makers
 from megatron_fp4.arithmetic.quantized_tensor import QuantizedTensor
 from megatron_fp4.makers.base import Given, Maker, OperandPlan
 from megatron_fp4.plan.compiler import operand_plan
+from megatron_fp4.plan.owned_codes import codes_recipe
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import target_of
@@ -32,7 +34,7 @@ _COLUMNS = 1024  # of the matrix as which a part of a weight is quantized, at mo
 class SentWeight:
     """A weight that its owners send as codes and scales.
 
-    recipe: of the linear. codes: what the linear reads.
+    recipe: of the linear, in the phases in which it reads codes. codes: what it reads.
     """
 
     weight: torch.nn.Parameter
@@ -87,6 +89,10 @@ class Group(Protocol):
         """Gathers the codes of all sent weights in it from their owners, and waits."""
         ...
 
+    def turn_to(self, codes: bool) -> None:
+        """From now on gathers codes, or the weights themselves; gathers these now, and waits."""
+        ...
+
 
 class SentWeights:
     """All weights of this process that are sent as codes and scales."""
@@ -94,28 +100,41 @@ class SentWeights:
     def __init__(self) -> None:
         self.by_parameter: dict[torch.nn.Parameter, SentWeight] = {}
         self._groups: list[Group] = []
+        self._are_codes = True  # what the groups gather
         self._versions = -1  # of the weights that the codes are of
 
     def add(self, weight: Any, recipe: Recipe) -> QuantizedTensor:
-        """The codes and scales that a linear with this weight and recipe will read.
+        """The codes and scales that a linear with this weight and recipe will read, in the phases
+        of `owned_codes.codes_in_turn`, of which there is one.
 
         They are undefined until the first `refresh`.
         """
-        found = self.by_parameter.get(weight)
-        if found is None or found.recipe != recipe:
-            found = self.by_parameter[weight] = SentWeight(weight, recipe, _empty(weight, recipe))
+        own, found = codes_recipe(recipe), self.by_parameter.get(weight)
+        assert own is not None
+        if found is None or found.recipe != own:
+            found = self.by_parameter[weight] = SentWeight(weight, own, _empty(weight, own))
         return found.codes
 
     def follow(self, groups: Iterable[Group]) -> None:
         """Lets `groups`, which have all these weights, gather the codes."""
         self._groups = list(groups)
 
-    def refresh(self) -> None:
-        """Gathers the codes if weights were written otherwise than by an optimizer step, such as by
-        loading a checkpoint, since the last call.
+    def refresh(self, codes: bool) -> None:
+        """Gathers what linears read where the last optimizer step did not.
 
-        Every rank must call it, before the first forward pass of a step.
+        That is the codes, if weights were written otherwise than by an optimizer step since the
+        last call, such as by loading a checkpoint; and the codes or the weights themselves, if
+        linears have read the other ones so far. Every rank must call it, before the first forward
+        pass of a step. codes: whether linears read codes in this step.
         """
+        if codes != self._are_codes:
+            for group in self._groups:
+                group.turn_to(codes)
+            self._are_codes = codes
+        elif codes:
+            self._gather_if_written()
+
+    def _gather_if_written(self) -> None:
         # An optimizer step writes to the buffers of the weights, which raises no version.
         versions = sum(weight._version for weight in self.by_parameter)
         if versions != self._versions:

@@ -7,12 +7,13 @@ Each function returns a line without an indent, or "" where there is nothing to 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_fp4.arithmetic.moments import Moments
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES, STATE_BYTES, Ramping
 from megatron_fp4.mcore.arguments.steps import steps_of, trains
+from megatron_fp4.plan.owned_codes import Times
 from megatron_fp4.recipe import Recipe
 
 
@@ -66,10 +67,10 @@ def held_weights(keeps: str | None, size: int, sent: Collection[bool]) -> str:
     return f"{once}: {_size(size)} on a rank"
 
 
-def gathered_weights(args: Namespace, weights: GatheredWeights) -> str:
+def gathered_weights(args: Namespace, weights: GatheredWeights, times: Times) -> str:
     """The line about --fp4-param-gather; "" without the flag. args: Megatron's.
 
-    weights: those of the rank with most.
+    weights: those of the rank with most. times: when they are gathered as codes.
     """
     if not args.fp4_gathers_codes:
         return ""
@@ -80,8 +81,17 @@ def gathered_weights(args: Namespace, weights: GatheredWeights) -> str:
     return (
         f"{weights.elements:,} weights on a rank are gathered as codes for fprop, in "
         f"{bits:.3g} bits each and not {plain_bits:.3g}: a rank sends {_size(weights.sent)} a "
-        f"step, not {_size(weights.plain_sent)}"
+        f"step, not {_size(weights.plain_sent)}{''.join(_turns(times))}"
     )
+
+
+def _turns(times: Times) -> Iterator[str]:
+    """When weights are gathered in BF16 and when as codes, if that changes."""
+    (_, at_first), *turns = times
+    if not at_first:
+        yield "; at first in BF16"
+    for after, codes in turns:
+        yield f"; from {after:.4g} of training on {'as codes' if codes else 'in BF16'}"
 
 
 def weight_states(recipes: Sequence[Recipe], size: int, args: Namespace) -> str:

@@ -2,9 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from megatron_fp4.plan.owned_codes import reader_of_w, refusal
+from megatron_fp4.plan.owned_codes import refusal
 from megatron_fp4.recipe import Recipe
 
 
@@ -17,13 +16,6 @@ def gathered_codes(args: Namespace, recipes: Sequence[Recipe]) -> Iterator[str]:
     if not (args.fp4_param_gather or args.fp4_gathers_codes):
         return
     if (why := refusal(recipes, "--fp4-param-gather")) is not None:
-        early = [reader_of_w(replace(recipe, phases=())) for recipe in recipes]
-        if args.fp4_bf16_after is not None and None in early:
-            yield (
-                "--fp4-param-gather does not support --fp4-bf16-after, after which fprop "
-                "multiplies W in high precision: add --fp4-bf16-gemms dgrad wgrad, or leave "
-                "out --fp4-param-gather"
-            )
         yield why
     if not args.use_distributed_optimizer:
         yield (
