@@ -39,7 +39,10 @@ def test_what_the_parts_of_tetrajet_gain(losses: Losses) -> None:
         f"{floor:.3f} higher, which is near the noise of one run."
     ) in STUDY
     assert double > nearest / 2 > 1.5 * NOISE and NOISE < floor < 1.2 * NOISE
-    assert f"Here it ends {nearest - double:.3f} lower than rounding to nearest with it." in STUDY
+    assert (
+        f"Here it ends {nearest - double:.3f} lower than rounding to nearest with double "
+        "quantization."
+    ) in STUDY
     assert f"by {double:.3f} and stochastic rounding by {nearest:.3f} (one seed each)" in RECIPES
     assert f"lower it by {floor:.3f}, which is near the noise of one run" in RECIPES
 
@@ -54,7 +57,8 @@ def test_one_pass_of_tetrajet_alone(losses: Losses) -> None:
         f"and {codes} above if it multiplies what fprop did"
     ) in STUDY
     gain = above[1] - above[2]
-    assert f"So it lowers the loss by {gain:.3f} that both passes multiply the same" in STUDY
+    assert f"So the loss is {gain:.3f} lower where both passes multiply the same W" in STUDY
+    assert f"and the backward pass of `tetrajet` alone {back} (one seed)" in RECIPES
     assert gain > 2 * NOISE
     assert (
         f"That of `tetrajet` alone costs {back}, and the forward pass of `tetrajet` alone {forward}"
@@ -158,9 +162,12 @@ def test_what_fp8_s_exact_scales_gain(losses: Losses) -> None:
     error = "0.57 times the error of `tetrajet`"
     assert f"have {error}'s forward pass" in RECIPES
     assert error in prose("docs/notes/fp8-scales.md")
-    assert f"forward pass and end at {plain:.3f}, no lower than `tetrajet`" in RECIPES
-    assert f"where `tetrajet` with that rounding is at {nearest:.3f}." in RECIPES
-    assert f"Hot channels beside lower this to {hot:.3f}, less than the noise" in RECIPES
+    assert (
+        f"forward pass and end at {plain:.3f}, where `tetrajet` is at {whole:.3f} with that seed: "
+        "no difference above the noise."
+    ) in RECIPES
+    assert f"and `tetrajet` with that rounding is at {nearest:.3f}." in RECIPES
+    assert f"in addition lower {plain:.3f} to {hot:.3f}, by less than the noise" in RECIPES
     assert abs(plain - whole) < NOISE and 0 < plain - hot < NOISE < nearest - plain
 
 

@@ -100,7 +100,7 @@ def test_figures_of_the_finalists_among_the_candidates() -> None:
     for text in (
         f"loss above BF16's is {tetrajet:.4f} for `tetrajet`",
         f"lowers it to {then:.4f}, and the first and the last layer in `fp8` too to {ends:.4f}",
-        f"these are {mse:.4f} and {both:.4f}",
+        f"in addition, these are {mse:.4f} and {both:.4f}",
         f"`fp8` itself is at {above('fp8'):.4f}",
         f"ends {above(folder + 'sweep-e8m0-dge.yaml', 'tetrajet', seeds=1):.4f} above `tetrajet`",
     ):
@@ -125,8 +125,8 @@ def test_figures_in_running_text_of_the_candidates() -> None:
         )
         return loss[one, 0.002] - loss[two, 0.002]
 
-    assert 0.5 < above("tetrajet-then-fp8") / above("tetrajet") < 0.55  # "halves"
-    assert 0 < above("tetrajet-then-fp8", "fp8-ends-then-fp8") < 0.01  # "a little"
+    assert 0.5 < above("tetrajet-then-fp8") / above("tetrajet") < 0.55
+    assert 0 < above("tetrajet-then-fp8", "fp8-ends-then-fp8") < 0.01
     nearest = above("nearest-then-fp8", "tetrajet-then-fp8")
     dge = above("tetrajet-dge", "tetrajet")
     both = above("mse-16-nearest-dge-then-fp8", "mse-16-nearest-then-fp8")

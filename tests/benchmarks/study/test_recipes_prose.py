@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
-from benchmarks.study import comparison, recipe_facts, recipes_page
-from benchmarks.study.gaps import paired
+from benchmarks.study import comparison, recipe_facts, recipes_page, tables
+from benchmarks.study.gaps import Gap, gap, paired
+from benchmarks.study.pictures import held_out_gaps
 from megatron_fp4.estimate.plans import recipe_named
 from tests.benchmarks.study.prose import ROOT, prose, rows_of
 
@@ -45,10 +48,62 @@ def test_the_own_recipe_gains_in_its_phase() -> None:
     apart = paired(*({s: [loss] for s, loss in at_150m(name).items()} for name in names[:2]))
     assert apart is not None and len(apart.by_seed) == 5 and apart.verdict == "within the spread"
     assert (
-        f"({apart.mean:.3f} above it, within the spread of the seeds), and the phase in `fp8` "
-        "brings it below."
+        f"({apart.mean:.3f} above it, within the spread of the seeds). At the end, after the phase "
+        "in `fp8`, it is below."
     ) in prose("docs/recipes.md")
     assert course("tetrajet-fp8", "26M")[200] < course("four-over-six", "26M")[200]
+    end = gap(FOUND.rows, FOUND.cells[0], *names[:2])
+    assert end is not None and end.verdict == "within the spread"
+    assert len(end.by_seed) == 5 and max(end.by_seed.values()) < 0
+    assert (
+        f"All five seeds are below `four-over-six`, but their mean ({-end.mean:.3f}) is no larger "
+        "than their spread"
+    ) in prose("docs/recipes.md")
+
+
+def test_how_gaps_change_with_the_length() -> None:
+    """Those of two recipes by no more than the spread of their seeds."""
+    [cell] = [cell for cell in FOUND.cells if cell.size == "26M"]
+    words, told = {}, {}
+    for name in ("mxfp4", "dge-occ", "tetrajet-ema", "four-over-six", "tetrajet"):
+        seeds = [dict(each) for each in held_out_gaps(FOUND.rows, cell, name)]
+        assert {382, 1525} <= seeds[0].keys()
+        begin, end = (statistics.mean(each[step] for each in seeds) for step in (382, 1525))
+        words[name] = f"of `{name}` from {begin:.3f} to {end:.3f}"
+        changes = {i: each[1525] - each[382] for i, each in enumerate(seeds)}
+        told[name] = Gap(changes).verdict
+    many, few = [*words.values()][:3], [*words.values()][3:]
+    assert (
+        f"can still grow: that {many[0]}, that {many[1]}, and that {many[2]}. Of two others the "
+        f"change is within the spread of the seeds: that {few[0]}, and that {few[1]}."
+    ) in prose("docs/recipes.md")
+    assert [*told.values()] == ["higher"] * 3 + ["within the spread"] * 2
+
+
+def test_a_run_that_was_made_anew() -> None:
+    """The second run of `tetrajet-fp8` with seed 1, of the same flags at another commit."""
+    [first] = [
+        row
+        for row in FOUND.rows
+        if (of := row["configuration"])["recipe"] == "tetrajet-fp8"
+        and (of["size"], of["seed"], of["learning_rate"]) == ("26M", 1, 0.002)
+    ]
+    second, bf16 = (
+        next(row for row in rows_of("served") if row["configuration"]["recipe"] == name)
+        for name in ("tetrajet-fp8", "bf16")
+    )
+    assert second["stamp"]["commit"] != first["stamp"]["commit"]
+    loss, anew, plain = (row["held_out"][-1][1] for row in (first, second, bf16))
+    page = prose("docs/recipes.md")
+    assert f"the second run ends {loss - anew:.3f} lower." in page
+    assert f"The second run of `tetrajet-fp8` with that seed is at {anew - plain:.3f}." in page
+
+
+def test_which_sizes_read_no_text_twice() -> None:
+    assert all(tables.epochs(row) > 2 for row in FOUND.rows)
+    assert tables.epochs(rows_of("recipes-3M")[0]) < 1
+    says = "Its loss in models above 3M parameters that read no text twice"
+    assert says in prose("docs/recipes.md")
 
 
 def test_the_gap_of_tetrajet_falls_at_60m() -> None:
@@ -64,9 +119,9 @@ def test_how_much_slower_fp8_is() -> None:
     own, fp8 = (recipe_facts.step_of(name, recipe_named(name)) for name in ("tetrajet-fp8", "fp8"))
     assert own is not None and fp8 is not None
     share = own.ratio / fp8.ratio - 1
-    assert f"Take `fp8` where the loss matters more than {share:.0%} of the time" in prose(
-        "docs/recipes.md"
-    )
+    assert (
+        f"Take `fp8` where a lower loss is worth steps that take {share:.0%} longer: it ends"
+    ) in prose("docs/recipes.md")
 
 
 def test_the_rounding_seeds_of_one_matrix() -> None:

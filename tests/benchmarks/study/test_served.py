@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.study import matrix, tables
-from benchmarks.study.gaps import Gap, evaluated_in, losses, paired
+from benchmarks.study import comparison, matrix, tables
+from benchmarks.study.gaps import Gap, evaluated_in, gap, losses, paired
 from benchmarks.study.matrix import BF16
+from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.verdicts import NOISE
 from tests.benchmarks.study.prose import prose, rows_of
 
@@ -78,6 +79,51 @@ def test_models_of_26m_in_other_precisions() -> None:
     assert (
         f"over its loss in BF16, MXFP4 of W and X adds {exported[1]}, and of W alone {weights[1]} "
         "(one seed)."
+    ) in RECIPES
+
+
+def apart(study: str) -> tuple[str, str, str]:
+    """How far the models of `tetrajet` are above those of `tetrajet-fp8`: evaluated as each trains,
+    and in FP8; the verdict on the latter."""
+    rows = rows_of(study)
+    [cell] = tables.cells(rows)
+    as_trained = gap(rows, cell, "tetrajet", "tetrajet-fp8")
+    in_fp8 = gap(rows, cell, "tetrajet", "tetrajet-fp8", evaluated_in(FP8))
+    assert as_trained is not None and in_fp8 is not None
+    assert 0.4 < in_fp8.mean / as_trained.mean < 0.6  # "about half"
+    return f"{as_trained.mean:.3f}", f"{in_fp8.mean:.3f}", in_fp8.verdict
+
+
+def test_half_of_what_fp8_at_the_end_gains_is_the_evaluation() -> None:
+    whole, trained, _ = apart("served")
+    assert (
+        f"in MXFP4 and in `fp8`, they are {whole} apart. With both evaluated in `fp8` they are "
+        f"{trained} apart."
+    ) in STUDY
+    assert (
+        f"`tetrajet-fp8` ends {whole} below `tetrajet` there; with both evaluated in `fp8` it is "
+        f"{trained} below."
+    ) in RECIPES
+    small, small_trained, verdict = apart("served-3M")
+    assert (
+        f"In the 3M model these are {small} and {small_trained} (three seeds), the second {verdict}"
+    ) in RECIPES
+    assert (
+        f"are {small} apart as each trains, and {small_trained} with both evaluated in `fp8`, "
+        f"which is {verdict}"
+    ) in STUDY
+    own, plain = (of_26m(FP8)[name] for name in ("tetrajet-fp8", "tetrajet"))
+    assert f"in `fp8` they are {own:.3f} and {plain:.3f} above BF16 (one seed," in RECIPES
+
+
+def test_the_model_of_tetrajet_in_fp8_beside_a_last_phase_in_fp8() -> None:
+    found = comparison.read().gap(candidate("tetrajet-then-fp8"))
+    assert found is not None
+    plain, then = of_26m(FP8)["tetrajet"], found.by_seed[1]
+    assert abs(plain - then) < NOISE
+    assert (
+        f"is {plain:.3f} above BF16 when it is evaluated in `fp8`, and `tetrajet-then-fp8` is at "
+        f"{then:.3f} with that seed."
     ) in RECIPES
 
 
