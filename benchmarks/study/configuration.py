@@ -15,10 +15,11 @@ from tools import runs
 def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[str, Any]:
     """All that the result of a run depends on, as JSON, besides versions and the machine.
 
-    point: of the matrix. text: of text.described(). "flags" are those of the launch but for paths
-    and for the layout. "ranks" is there if the matrix says how many share the batch, "evaluate_in"
-    if it says by which recipes the model is evaluated at the end, and "recipe_fields" if the recipe
-    is a file, whose content may change under its name.
+    point: of the matrix. text: of installed_text.described(). "flags" are those of the launch but
+    for what Launch adds: paths, checkpoints and the end of a launch. "ranks" is there if the matrix
+    says how many share the batch, "evaluate_in" if it says by which recipes the model is evaluated
+    at the end, and "recipe_fields" if the recipe is a file, whose content may change under its
+    name.
     """
     size = SIZES[point.size]
     training = runs.Training(

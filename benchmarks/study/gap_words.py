@@ -43,7 +43,10 @@ def gap_words(found: Gap) -> str:
 
 def gap_and_seeds(found: Gap | None) -> str:
     """A gap, with the number of its seeds."""
-    if found is None:
-        return NOT_RUN
+    return NOT_RUN if found is None else f"{gap_words(found)}, {seeds_of(found)}"
+
+
+def seeds_of(found: Gap) -> str:
+    """The number of a gap's seeds, as in "2 seeds"."""
     seeds = len(found.by_seed)
-    return f"{gap_words(found)}, {seeds} seed{'s' if seeds > 1 else ''}"
+    return f"{seeds} seed{'s' if seeds > 1 else ''}"

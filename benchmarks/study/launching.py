@@ -30,7 +30,8 @@ class Launch:
     """A run, as it is launched.
 
     configuration: of configuration(). work: the folder of the study's runs. data: the prepared
-    data's folder. devices: numbers of GPUs, such as "0,1"; "" for the CPU. processes: of the run.
+    data's folder. devices: GPUs as CUDA_VISIBLE_DEVICES names them, such as "0,1"; "" for the CPU.
+    processes: of the run.
     """
 
     configuration: dict[str, Any]

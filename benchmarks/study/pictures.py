@@ -38,8 +38,8 @@ def draw_over_tokens(panels: dict[str, dict[str, Series]], path: Path) -> None:
     other, with a line for each recipe, whose name stands at its end.
 
     panels: by title and by the recipe's name, after which more words may follow, the pairs (tokens
-    in millions, gap). A recipe has one color in all panels, of as many recipes as COLORS. Raises
-    StudyError if matplotlib is missing.
+    in millions, gap). A recipe has one color in all panels, and there are no more recipes than
+    COLORS. Raises StudyError if matplotlib is missing.
     """
     _needs_matplotlib()
     figure, axes_of = _figure(len(panels), 1, (9.0, 4.4 * len(panels)), sharex=False)

@@ -8,7 +8,7 @@ from benchmarks.study import comparison, matrix, tables
 from benchmarks.study.claims_table import claims_table
 from benchmarks.study.comparison import Comparison
 from benchmarks.study.errors import StudyError
-from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells, perplexity
+from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells, perplexity, seeds_of
 from benchmarks.study.gaps import Cell
 from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
@@ -142,11 +142,9 @@ def over_tokens(found: Comparison, cell: Cell) -> dict[str, Series]:
     made = {}
     for name in PICTURED:
         if (own := found.gap(name, cell)) is not None:
-            seeds = len(own.by_seed)
             tokens = SIZES[cell.size].tokens / 1e6
             series = mean(held_out_gaps(found.rows, cell, name))
-            named = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
-            made[named] = [(step * tokens, value) for step, value in series]
+            made[f"{name} ({seeds_of(own)})"] = [(step * tokens, value) for step, value in series]
     return made
 
 

@@ -79,7 +79,8 @@ def verdict(found: Gap, expects: Expected, most: float = 0.0, size: str = MEASUR
     - "not told": there are fewer seeds than ENOUGH, and the mean differs from `most` by less than
       NOISE.
     - "not told": there is one seed, of another size than MEASURED_AT.
-    - "held" or "not held", by the side of `most` on which the mean is.
+    - "held" or "not held", by the side of `most` on which the mean is; of one seed ", one seed"
+      follows.
 
     found: the held-out loss of a recipe minus that of another one, by seed. expects: "lower" or
     "higher", if the claim is that the differences are below or above 0; "equal", if it is that
