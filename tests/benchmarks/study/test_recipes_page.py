@@ -218,7 +218,7 @@ def test_figures_in_running_text() -> None:
     says(f"By their shares of training it has {to_plain:.2f} of `tetrajet`'s speed")
     says(f"They end {least} (`quartet-2`, two seeds), {six} (`four-over-six`, five seeds) and ")
     says(f"{most} (`nvfp4-nvidia`, two seeds) above BF16.")
-    says(f"is at {own.mean:.3f} with the same five seeds, and at {both:.3f} with the two.")
+    says(f"is at {own.mean:.3f} with the same five seeds, and at {both:.3f} with the two ")
     of_fp8 = above("tetrajet-fp8", "fp8")
     words = f"ends {of_fp8.mean:.3f} above `fp8` ({least_to_most(of_fp8, 1)} by seed)."
     says(f"`tetrajet-fp8` {words}")
@@ -275,7 +275,7 @@ def test_what_rounding_noise_alone_does() -> None:
     assert len(spreads) == 4
     says(f"the gaps of one recipe are {min(spreads):.3f} to {max(spreads):.3f} apart.")
     pairs = [above(*names).spread or 0 for names in itertools.combinations(five, 2)]
-    says(f"over five seeds the differences of two recipes are up to {max(pairs):.3f} apart.")
+    says(f"between two recipes varies by up to {max(pairs):.3f} from seed to seed (five seeds).")
     says(f"By default Q-Ramping calibrates first after {ramping.interval:,} steps")
 
 

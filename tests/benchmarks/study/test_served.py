@@ -113,6 +113,11 @@ def test_half_of_what_fp8_at_the_end_gains_is_the_evaluation() -> None:
         f"which is {verdict}"
     ) in STUDY
     own, plain = (of_26m(FP8)[name] for name in ("tetrajet-fp8", "tetrajet"))
+    in_bf16, in_mxfp4 = (of_26m(entry)["tetrajet"] for entry in (BF16, MXFP4))
+    assert (
+        f"That of `tetrajet` is then {plain:.3f} or {in_bf16:.3f} above BF16, and {in_mxfp4:.3f} "
+        "in MXFP4, in which it trained (one seed)."
+    ) in RECIPES
     assert f"in `fp8` they are {own:.3f} and {plain:.3f} above BF16 (one seed," in RECIPES
 
 
