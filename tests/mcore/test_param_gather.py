@@ -231,15 +231,20 @@ def test_a_rank_sends_less_of_weights_of_which_fewer_ranks_have_a_copy(
 
 
 @pytest.mark.outside
-def test_graphs_read_the_codes_at_fixed_addresses() -> None:
-    """Pretended graphs: a replay reads the memory that the capture read, and quantizes no W."""
-    flags = f"{TETRAJET} {GATHER} {EIGHT} --seq-length 32 --max-position-embeddings 32"
+@pytest.mark.parametrize(
+    ("recipe", "steps", "captures"), [(TETRAJET, 4, 1), (BY_PHASES, 8, 4)], ids=["one", "phases"]
+)
+def test_graphs_read_the_codes_at_fixed_addresses(recipe: str, steps: int, captures: int) -> None:
+    """Pretended graphs: a replay reads the memory that the capture read, and quantizes no W. Each
+    phase has a capture of its own."""
+    flags = f"{recipe} {GATHER} {EIGHT} --seq-length 32 --max-position-embeddings 32"
+    flags += f" --train-iters {steps}"
     graphs = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
     pretended = "in_pretended_graphs"
     replayed = run(2, f"{flags} {graphs}", "none", pretended)
-    assert replayed.captures, replayed.output[-3000:]
+    assert replayed.captures == captures, replayed.output[-3000:]
     layers, plain = run(2, flags, "none", pretended), run(2, flags.replace(GATHER, ""))
-    assert replayed.losses == layers.losses == plain.losses and len(plain.losses) == 4
+    assert replayed.losses == layers.losses == plain.losses and len(plain.losses) == steps
 
 
 @pytest.mark.outside
