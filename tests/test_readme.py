@@ -282,7 +282,10 @@ def test_the_loss_beside_fp8() -> None:
     says(f"`fp8`: {of_fp8:.2f} times BF16's speed, {fp8.mean:.3f} above BF16's loss (five seeds, ")
     says(f"({earlier['mxfp4']} and {earlier['tetrajet']} times BF16's speed)")
     says(f"| `mxfp4-rht-sr` | {rht:.3f} above BF16's loss (two seeds); {earlier['mxfp4-rht-sr']} ")
-    says(f"200M tokens, five seeds | {ours.mean:.3f} | {fp8.mean:.3f} with this package's `fp8`;")
+    says(
+        "200M tokens, five seeds, each evaluated in the precision of its training | "
+        f"{ours.mean:.3f} | {fp8.mean:.3f} with this package's `fp8`;"
+    )
 
 
 def of_linears(field: str, name: str = "linear-te") -> dict[str, list[float]]:
