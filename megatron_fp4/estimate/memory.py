@@ -10,11 +10,11 @@ from megatron_fp4.arithmetic.moments import FLOAT32
 from megatron_fp4.arithmetic.ramping import MOVEMENT_BYTES, SNAPSHOT_BYTES
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import LayerLinear, Model, Parameters
-from megatron_fp4.estimate.plans import plan
+from megatron_fp4.estimate.plans import by_phases, plan
 from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.memory import held_bytes, operand_bytes, saved_bytes, sent_bytes
-from megatron_fp4.plan.owned_codes import reads_average
+from megatron_fp4.plan.memory import held_bytes, operand_bytes, saved_bytes
+from megatron_fp4.plan.owned_codes import codes_recipe, reads_average
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.target import Target
 
@@ -65,11 +65,11 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
     if recipe.ramping is not None:
         optimizer += optimizer_bytes(parameters(model, layout, stage), layout, SNAPSHOT_BYTES)
         optimizer += optimizer_bytes(linears(model, layout, stage), layout, MOVEMENT_BYTES)
-    found = []
-    for phase in recipe.alone:
-        plans = LayerPlans(model, layout, phase, target)
-        working = _in_use(model, layout, plans, stage)
-        found.append(Memory(weights, gradients, optimizer, *working))
+    codes, found = codes_bytes(model, layout, recipe, stage), []
+    for phase, own in by_phases(recipe, layout):
+        plans = LayerPlans(model, own, phase, target)
+        saved, held, temporary = _in_use(model, own, plans, stage)
+        found.append(Memory(weights, gradients, optimizer, saved, held + codes, temporary))
     return max(found, key=lambda one: one.total)
 
 
@@ -117,6 +117,15 @@ def states(
     copies = 4.0 * len(recipe.weight_states) * own.total if has_copies else 0.0
     gradients = layout.main_grad.itemsize * held.total + gradient_buffers(held, layout)
     return 2.0 * held.total, gradients, optimizer + copies
+
+
+def codes_bytes(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> float:
+    """The bytes of the codes as which W is gathered. They are there in all phases, also in those
+    that gather W in BF16. 0 where no phase reads codes."""
+    own = codes_recipe(recipe) if layout.sent_w else None
+    if own is None or own.fprop.b is None:
+        return 0.0
+    return float(own.fprop.b.nbytes(1, linears(model, layout, stage).total))
 
 
 def gradient_buffers(held: Parameters, layout: Layout) -> float:
@@ -200,9 +209,8 @@ class LayerPlans:
         return [(one, made, local if one.expert else 1) for one, made in self._of[has_experts]]
 
     def held(self, has_experts: bool) -> float:
-        """Bytes of the quantized weights that a layer holds; see `Memory`."""
-        linears = self.linears(has_experts)
-        return float(sum((held_bytes(made) + sent_bytes(made)) * n for _, made, n in linears))
+        """Bytes of the quantized weights that a layer holds over a step."""
+        return float(sum(held_bytes(made) * n for _, made, n in self.linears(has_experts)))
 
     def saved(self, has_experts: bool) -> float:
         """Bytes that a layer saves for the backward pass of a microbatch."""

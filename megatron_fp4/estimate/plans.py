@@ -12,7 +12,7 @@ from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import LayerLinear, Model
 from megatron_fp4.plan.compiler import compile_plan
 from megatron_fp4.plan.data import LinearPlan
-from megatron_fp4.plan.owned_codes import reader_of_w
+from megatron_fp4.plan.owned_codes import codes_in_turn
 from megatron_fp4.plan.sizes import token_multiple
 from megatron_fp4.recipe import Recipe
 from megatron_fp4.recipes import get_recipe
@@ -43,7 +43,26 @@ def recipe_named(name: str, **options: str) -> Recipe:
 
 def longest(recipe: Recipe) -> Recipe:
     """The recipe of the phase that holds for the largest share of training."""
-    return recipe.in_turn[recipe.shares.index(max(recipe.shares))]
+    return recipe.in_turn[_longest(recipe)]
+
+
+def comes_as_codes(recipe: Recipe, layout: Layout) -> bool:
+    """Whether linears get W as codes in the longest phase."""
+    return layout.sent_w and codes_in_turn(recipe)[_longest(recipe)]
+
+
+def by_phases(recipe: Recipe, layout: Layout) -> list[tuple[Recipe, Layout]]:
+    """The recipes of `Recipe.alone`, each with the layout of its phase: one that gathers W as codes
+    only if the phase reads the codes that are gathered."""
+    return [
+        (each, layout if codes else replace(layout, gathers_codes=False))
+        for each, codes in zip(recipe.alone, codes_in_turn(recipe), strict=True)
+    ]
+
+
+def _longest(recipe: Recipe) -> int:
+    """The place of the longest phase in `Recipe.in_turn`."""
+    return recipe.shares.index(max(recipe.shares))
 
 
 def check_target(recipe: Recipe, target: Target) -> None:
@@ -66,7 +85,7 @@ def plan(
         main_grad=layout.main_grad,
         has_bias=model.biases or (model.qkv_bias and linear.name == "linear_qkv"),
         keeps_w=_keeps_w(layout, recipe),
-        sent_w=layout.sent_w and reader_of_w(longest(recipe)) is None,
+        sent_w=comes_as_codes(recipe, layout),
     )  # fmt: skip
     return _compiled(longest(recipe), setting)
 

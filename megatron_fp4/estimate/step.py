@@ -14,6 +14,7 @@ from megatron_fp4.estimate.gpus import Gpu
 from megatron_fp4.estimate.layout import Layout, Parameters, Stage, parameters, stages
 from megatron_fp4.estimate.memory import LayerPlans, optimizer_bytes
 from megatron_fp4.estimate.model import Model
+from megatron_fp4.estimate.plans import by_phases
 from megatron_fp4.estimate.rates import Rates, by_torch, seconds, seconds_of
 from megatron_fp4.estimate.traffic import (
     Sent,
@@ -114,7 +115,7 @@ def step_time(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu, rates: Rat
     training.
     """
     if recipe.phases:
-        times = [step_time(model, layout, each, gpu, rates) for each in recipe.alone]
+        times = [step_time(model, own, each, gpu, rates) for each, own in by_phases(recipe, layout)]
         return Time(*(sumprod(recipe.shares, kind) for kind in zip(*times, strict=True)))
     works = work_of(model, layout, recipe, gpu)
     micro = [_microbatch(work, layout, gpu, rates) for work in works]

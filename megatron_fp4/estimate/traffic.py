@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_fp4.arithmetic.messages import FORMS
-from megatron_fp4.arithmetic.quantizer import Quantizer
 from megatron_fp4.estimate.layout import Layout, Stage, linears, parameters
 from megatron_fp4.estimate.model import LayerLinear, Model, norm_parameters
-from megatron_fp4.estimate.plans import longest
+from megatron_fp4.estimate.plans import comes_as_codes, longest
 from megatron_fp4.makers.base import OperandPlan
 from megatron_fp4.plan.data import GemmPlan, LinearPlan
 from megatron_fp4.plan.memory import operand_bytes, outlier_bytes
-from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.recipe import Recipe
 
 Group = Literal["tensor", "data", "expert data", "expert", "pipeline"]
@@ -269,20 +267,14 @@ def of_step(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> list[
             found.append(reduce(each * count, ranks, group))
         if layout.sharded:
             weights = 2 * count
-            if (w := _sent_as(layout, recipe)) is not None:
+            w = longest(recipe).fprop.b
+            if w is not None and comes_as_codes(recipe, layout):
                 weights += w.nbytes(1, of_linears) - 2 * of_linears
             found.append(gather(weights / ranks, ranks, group))
     if layout.sp:  # the gradients of norms, each rank's of its own tokens
         norms = 2 * len(stage.layers) + stage.last
         found.append(reduce(each * norms * norm_parameters(model), layout.tp))
     return found
-
-
-def _sent_as(layout: Layout, recipe: Recipe) -> Quantizer | None:
-    """What makes the codes as which W of linears is gathered in the longest phase; None: W is
-    gathered in BF16."""
-    part = longest(recipe)
-    return part.fprop.b if layout.sent_w and reader_of_w(part) is None else None
 
 
 def sends_of(linear: LayerLinear, plan: LinearPlan) -> tuple[list[Sent], list[Sent]]:

@@ -196,6 +196,24 @@ def test_weights_that_are_gathered_as_codes() -> None:
             assert one.optimizer - other.optimizer == copies
 
 
+def test_the_codes_are_there_in_phases_that_read_w() -> None:
+    layout, tetrajet = Layout(4, 4, batch=4, sharded=True), recipe_named("tetrajet")
+    [stage] = stages(SMALL, layout)
+    codes = (4 + 8 / 32) / 8 * linears(SMALL, layout, stage).total
+    floor, fp8 = recipe_named("tetrajet", rule="floor"), recipe_named("fp8")
+
+    def of(recipe: Recipe, gathers: bool) -> memory.Memory:
+        own = replace(layout, gathers_codes=gathers)
+        return memory.memory(SMALL, own, recipe, MEASURED.target, stage)
+
+    for late in (fp8, floor):  # whose W is other codes than those that are gathered
+        recipe = replace(tetrajet, phases=(Phase(0.5, late),))
+        alone = of(late, False)
+        assert of(recipe, False) == alone
+        assert of(recipe, True) == alone._replace(held=alone.held + codes)
+    assert of(fp8, True) == of(fp8, False)
+
+
 # --- Megatron's own tensors, on a CPU -------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from megatron_fp4.estimate.memory import gradient_buffers
 from megatron_fp4.estimate.model import Model, Parameters
 from megatron_fp4.plan.data import LinearPlan
 from megatron_fp4.plan.memory import held_bytes, saved_bytes
+from megatron_fp4.recipe import Phase
 from megatron_fp4.target import target_of
 from testing.worlds.checkpoints import SMALL
 from testing.worlds.launch import MOCK_DATA, SCRIPTS, TINY, spawn
@@ -189,6 +190,12 @@ def test_weights_that_are_gathered_as_codes() -> None:
     for group, ranks, count in groups:
         saved = (16 - 4.25) / 8 * count * (ranks - 1) / ranks
         assert plain[group] - coded[group] == pytest.approx(saved) and count > 0
+    # The longest phase decides, and reads other codes than those of the first, which are gathered.
+    floor = plans.recipe_named("tetrajet", rule="floor")
+    late = replace(recipe, phases=(Phase(0.3, floor),))
+    assert traffic.of_step(model, replace(layout, gathers_codes=True), late, stage) == (
+        traffic.of_step(model, layout, late, stage)
+    )
     # Without a distributed optimizer nothing is gathered.
     whole = replace(layout, sharded=False, gathers_codes=True)
     assert traffic.of_step(model, whole, recipe, stage) == traffic.of_step(
