@@ -22,6 +22,7 @@ from benchmarks.estimate_fit import fit
 from benchmarks.estimate_rows import (
     BY_TORCH,
     CURRENT,
+    EACH_RECIPE,
     KERNELS,
     LINEARS,
     OTHERS,
@@ -35,7 +36,7 @@ from benchmarks.estimate_rows import (
 from benchmarks.training_step import PLAIN
 from megatron_fp4.estimate.gpus import MEASURED
 from megatron_fp4.estimate.layout import stages
-from megatron_fp4.estimate.memory import adam_bytes, memory
+from megatron_fp4.estimate.memory import adam_bytes, calibration, memory
 from megatron_fp4.estimate.rates import RATES, Rates, seconds
 from megatron_fp4.estimate.step import Time, step_time, work_of
 from tools import pages
@@ -117,12 +118,14 @@ def peaks_in_optimizer(step: Step) -> bool:
 
 
 def peak(step: Step) -> float:
-    """The estimated peak memory in GiB, as torch's allocator counts it."""
+    """The estimated peak memory in GiB, as torch's allocator counts it, without a calibration of
+    Q-Ramping: no measured step was one of a calibration."""
     found, in_optimizer = [], peaks_in_optimizer(step)
     for stage in stages(step.model, step.layout):
         each = memory(step.model, step.layout, step.recipe, MEASURED.target, stage)
         adam = adam_bytes(step.model, step.layout, stage)
-        found.append(each.state + adam if in_optimizer else each.total)
+        counted = each.state + adam if in_optimizer else each.total
+        found.append(counted - calibration(step.model, step.layout, step.recipe, stage))
     return max(found) / GIB
 
 
@@ -199,7 +202,8 @@ KINDS: dict[str, Callable[[Row], bool]] = {
     "TP4 without CUDA graphs": _waits_for_hosts,
     "steps with torch's kernels, on one GPU": _in(BY_TORCH, True),
     "steps with torch's kernels, on 2 or 4 GPUs": _in(BY_TORCH, False),
-    "steps of other commits": _in(OTHERS),
+    "steps of other commits": lambda row: _in(OTHERS)(row) and not _in(EACH_RECIPE)(row),
+    "steps of each recipe": _in(EACH_RECIPE),
     "TP with linears in Python": _waits_for_python,
     "linears": lambda row: " × " in row["name"] and row["file"] in (*LINEARS, "peers"),
     "MLPs": _in(("mlp",)),

@@ -39,12 +39,14 @@ FEW_BITS = (
     *("few-bits-two", "few-bits-four", "few-bits-bf16"),
     *("few-bits-two-bf16", "few-bits-four-bf16", "few-bits-ddp"),
 )
+# Steps of every recipe, on one GPU.
+EACH_RECIPE = ("recipes-step",)
 # Steps of other commits, to which no rate is fitted but those of converting gradients.
 OTHERS = (
     *("few-bits-one", *FEW_BITS, "parallel-four-upstream", "parallel-two-graphs"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8", "parallel-te-beside", "parallel-four-beside"),
-    "finalists-step",
+    *("finalists-step", *EACH_RECIPE),
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
 # Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.

@@ -222,11 +222,11 @@ class Recipe:
         """Whether the recipe draws random bits, for stochastic rounding or for Hadamard signs."""
         transforms = [gemm.hadamard for gemm in self._gemms.values() if gemm.hadamard is not None]
         return any(transform.signs == "random" for transform in transforms) or any(
-            quantizer.draws for quantizer in self._quantizers
+            quantizer.draws for quantizer in self.quantizers
         )
 
     @property
-    def _quantizers(self) -> list[Quantizer]:
+    def quantizers(self) -> list[Quantizer]:
         operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
         return [quantizer for quantizer in operands if quantizer is not None]
 

@@ -33,7 +33,7 @@ PAGES: dict[str, tuple[str, Any]] = {
     "host_linear-before": ("docs/notes/host.md", host_linear),
     "linear-te": ("docs/hopper.md", linear),
     "mlp": ("docs/hopper.md", mlp),
-    "fused-step-others": ("docs/hopper.md", training_step),
+    "recipes-step": ("docs/hopper.md", training_step),
     "linear_kernels": ("docs/hopper.md", linear_kernels),
     "host-all": ("docs/notes/host.md", host),
     "host-ten": ("docs/notes/host.md", host),

@@ -114,12 +114,12 @@ def test_the_training_step() -> None:
         for row in (rows["tetrajet"], bf16)
     ]
     says(f"take {other[0]:.0f} ms of the step of 20 layers, and {other[1]:.0f} ms in BF16")
-    others = by_name("training_step")
-    says(
-        f"The other recipes, in the step of {result('training_step')['layers']} layers on one GPU, "
-        f"with torch's kernels around the linears: `mxfp4` {others['mxfp4']['ratio']:.2f}, "
-        f"`mxfp4-rht-sr` {others['mxfp4-rht-sr']['ratio']:.2f}"
-    )
+    names = [*("mxfp4", "tetrajet-ema", "tetrajet-ramping", "mxfp4-rht-sr", "nvfp4-nvidia")]
+    names += [*("four-over-six", "dge-occ", "ue5m3", "quartet-2")]
+    others = [f"`{name}` {by_name('recipes-step')[name]['ratio']:.2f}" for name in names]
+    layers = result("recipes-step")["layers"]
+    says(f"The other recipes, in the step of {layers} layers on one GPU ([recipes-step.json]")
+    says(f"{', '.join(others[:-1])} and {others[-1]}.")
 
 
 def test_transformer_engine_s_fp8() -> None:
@@ -203,14 +203,8 @@ def test_a_linear() -> None:
     low, high = min(fast), max(fast)
     formats = of_linears("ratio", "linear-formats")
     least, most = min(formats["dge-occ"]), max(formats["dge-occ"])
-    others = [r for name in ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
-              for r in formats[name]]  # fmt: skip
     says(f"a linear, forward and backward, is {low:.2f} to {high:.2f} times as fast")
     says(f"A linear of `dge-occ` is {least:.2f} to {most:.2f} times as fast as in BF16")
-    says(
-        f"a linear of `dge-occ` is {least:.2f} to {most:.2f} times as fast, of the others "
-        f"{min(others):.2f} to {max(others):.2f} times"
-    )
     says(f"`dge-occ` takes {1 / most:.1f} to {1 / least:.1f} times BF16's time for a linear")
 
 
@@ -266,8 +260,10 @@ def test_the_loss_beside_fp8() -> None:
     assert step is not None
     plain, rht = above("mxfp4", 2).mean, above("mxfp4-rht-sr", 2).mean
     assert fp8.verdict == "within the spread"
-    speed, of_fp8 = (by_name("finalists-step")[name]["ratio"] for name in ("tetrajet", "fp8"))
-    earlier = {name: f"{row['ratio']:.2f}" for name, row in by_name("training_step").items()}
+    speeds = {name: row["ratio"] for name, row in by_name("recipes-step").items()}
+    times = {name: f"{speed:.2f} times BF16's speed" for name, speed in speeds.items()}
+    others = ("ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2")
+    slow = [speeds[name] for name in others]
     says(
         f"ends {own.mean:.3f} above BF16's loss, where `tetrajet` ends {ours.mean:.3f} above it "
         f"(five seeds each) and NVFP4 recipes {least.mean:.3f} to {most.mean:.3f} (two to five "
@@ -277,11 +273,15 @@ def test_the_loss_beside_fp8() -> None:
         "times, which [can make gaps look small](docs/recipes.md#text-that-is-read-more-than-once)."
         f" A step has {step.ratio:.2f} times BF16's speed, as a mean over its two phases, each "
     )
-    says(f"{speed:.2f} times BF16's speed; {ours.mean:.3f} above BF16's loss (five seeds)")
-    says(f"speed); its loss is {plain:.3f} above BF16's (two seeds)")
-    says(f"`fp8`: {of_fp8:.2f} times BF16's speed, {fp8.mean:.3f} above BF16's loss (five seeds, ")
-    says(f"({earlier['mxfp4']} and {earlier['tetrajet']} times BF16's speed)")
-    says(f"| `mxfp4-rht-sr` | {rht:.3f} above BF16's loss (two seeds); {earlier['mxfp4-rht-sr']} ")
+    says(f"{times['tetrajet']}; {ours.mean:.3f} above BF16's loss (five seeds)")
+    says(f"as fast ({speeds['mxfp4']:.2f} times); its loss is {plain:.3f} above BF16's (two seeds)")
+    assert speeds["mxfp4"] == pytest.approx(speeds["tetrajet"], abs=0.01)  # "as fast"
+    says(f"`fp8`: {times['fp8']}, {fp8.mean:.3f} above BF16's loss (five seeds, ")
+    says(f"| {rht:.3f} above BF16's loss (two seeds); {times['mxfp4-rht-sr']}")
+    says(
+        f"a step of `dge-occ` has {times['dge-occ']}, of the others "
+        f"{min(slow):.2f} to {max(slow):.2f} times"
+    )
     says(
         "200M tokens, five seeds, each evaluated in the precision of its training | "
         f"{ours.mean:.3f} | {fp8.mean:.3f} with this package's `fp8`;"

@@ -20,8 +20,8 @@ from megatron_fp4.setting import Setting
 from megatron_fp4.target import gpu_named
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Of steps on one H200, the newest first.
-STEPS = ["finalists-step", "fused-step-others", "fused-step", "training_step"]
+# Of steps on one H200, all in one run.
+STEPS = "recipes-step"
 LINEARS = "linear-formats"
 # The linear and the device that bits are counted for.
 SETTING = Setting(
@@ -34,15 +34,13 @@ SETTING = Setting(
 class Speed:
     """How fast a training step is.
 
-    ratio: in times of BF16's speed in the same file. tokens: a second. bf16: BF16's tokens a second
-        in the file, of several the first. files: the names of the results, one for each phase of
-        the recipe, which is measured by itself.
+    ratio: in times of BF16's speed in the same file. tokens: a second. by_phases: whether it is the
+    mean over the phases of the recipe, each of which was measured by itself.
     """
 
     ratio: float
     tokens: float
-    bf16: float
-    files: tuple[str, ...]
+    by_phases: bool
 
 
 @dataclass(frozen=True)
@@ -80,21 +78,23 @@ def bits(recipe: Recipe) -> Bits:
 
 
 def step_of(name: str, recipe: Recipe) -> Speed | None:
-    """The speed of a training step: of the newest file of STEPS that has it.
+    """The speed of a training step, of the result file STEPS.
 
     name: of the row. A recipe with phases has no row, since a step is of one of them: it has the
-    mean time of its phases, weighted by their shares of training. None if no file has it.
+    mean time of its phases, weighted by their shares of training. None if the file lacks a row.
     """
+    rows = _rows(STEPS)
+    bf16 = rows[BF16]
     if not recipe.phases:
-        return next((_speed(file, name) for file in STEPS if name in _rows(file)), None)
-    found = [_speed_of(each) for each in recipe.alone]
-    speeds = [each for each in found if each is not None]
-    if len(speeds) < len(found):
+        own = rows.get(name)
+        return own and Speed(bf16["ms"] / own["ms"], own["tokens/s"], by_phases=False)
+    found = [_row_of(each) for each in recipe.alone]
+    times = [row["ms"] for row in found if row is not None]
+    if len(times) < len(found):
         return None
-    times = (share / each.ratio for share, each in zip(recipe.shares, speeds, strict=True))
-    ratio = 1 / sum(times)
-    bf16 = speeds[0].bf16
-    return Speed(ratio, ratio * bf16, bf16, tuple(f for each in speeds for f in each.files))
+    ms = sum(share * each for share, each in zip(recipe.shares, times, strict=True))
+    ratio = bf16["ms"] / ms
+    return Speed(ratio, ratio * bf16["tokens/s"], by_phases=True)
 
 
 def linear_of(name: str) -> tuple[float, float] | None:
@@ -107,18 +107,11 @@ def linear_of(name: str) -> tuple[float, float] | None:
     return (min(ratios), max(ratios)) if ratios else None
 
 
-def _speed(file: str, name: str) -> Speed:
-    """The speed of a row of `file`."""
-    own, bf16 = _rows(file)[name], _rows(file)[BF16]
-    return Speed(bf16["ms"] / own["ms"], own["tokens/s"], bf16["tokens/s"], (file,))
-
-
-def _speed_of(recipe: Recipe) -> Speed | None:
-    """The speed of the newest row of a recipe that does the same as `recipe`."""
-    for file in STEPS:
-        for name in _rows(file):
-            if name != BF16 and len(name.split()) == 1 and _alike(recipe_of(name), recipe):
-                return _speed(file, name)
+def _row_of(recipe: Recipe) -> Any | None:
+    """The row of STEPS of a recipe that does the same as `recipe`. None if there is none."""
+    for name, row in _rows(STEPS).items():
+        if name != BF16 and _alike(recipe_of(name), recipe):
+            return row
     return None
 
 

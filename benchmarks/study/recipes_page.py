@@ -12,7 +12,7 @@ from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells, perplex
 from benchmarks.study.gaps import Cell
 from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
-from benchmarks.study.recipe_facts import LINEARS, Bits, bits, linear_of, step_of
+from benchmarks.study.recipe_facts import LINEARS, STEPS, Bits, bits, linear_of, step_of
 from benchmarks.study.recipe_facts import words as words_of
 from benchmarks.study.repeated_text import repeated_table
 from benchmarks.study.sizes import SIZES
@@ -120,19 +120,14 @@ def words_table(names: list[str]) -> list[str]:
 def speed(name: str, up: str) -> list[str]:
     """[the speed of a step in times of BF16's, tokens a second], or what is known of a linear.
 
-    BF16's tokens a second follow in parentheses where they are not those of the table's first line.
     up: the way from the page to the root, for links.
     """
+    results = f"{up}benchmarks/results"
     if (step := step_of(name, _recipe(name))) is not None:
-        first, *later = (f"{up}benchmarks/results/{file}.json" for file in step.files)
-        others = [file for file in later if file != first]
-        phases = f" by [phases]({others[-1]})" if others else " by phases" if later else ""
-        line = step_of(BF16, UNQUANTIZED)
-        beside = "" if line is None or line.tokens == step.bf16 else f" ({step.bf16:,.0f})"
-        return [f"[{step.ratio:.2f}]({first}){phases}", f"{step.tokens:,.0f}{beside}"]
+        phases = " by phases" if step.by_phases else ""
+        return [f"[{step.ratio:.2f}]({results}/{STEPS}.json){phases}", f"{step.tokens:,.0f}"]
     if (linear := linear_of(name)) is not None:
-        link = f"{up}benchmarks/results/{LINEARS}.json"
-        return [f"a linear: [{linear[0]:.2f} to {linear[1]:.2f}]({link})", ""]
+        return [f"a linear: [{linear[0]:.2f} to {linear[1]:.2f}]({results}/{LINEARS}.json)", ""]
     return [NOT_MEASURED, ""]
 
 

@@ -7,12 +7,14 @@ from megatron_fp4.estimate.layout import Layout
 from megatron_fp4.estimate.model import Model
 from megatron_fp4.recipe import Recipe
 
-# Measured in training steps with fused kernels and linears in C++ (fused-step-others.json,
-# parallel-two.json and parallel-four.json of benchmarks/results; gradients and weights in few bits:
-# few-bits-four.json, few-bits-bf16.json). RECIPES_BY_TORCH has those recipes too that were measured
-# with torch's kernels alone (training_step.json).
-RECIPES = ("bf16", "tetrajet", "fp8", "dge-occ")
-RECIPES_BY_TORCH = (*RECIPES, "mxfp4", "mxfp4-rht-sr")
+# Measured in training steps with fused kernels and linears in C++, on one GPU (recipes-step.json of
+# benchmarks/results; the parts of tetrajet-fp8 each by itself) and on several (parallel-two.json,
+# parallel-four.json; gradients and weights in few bits: few-bits-four.json, few-bits-bf16.json).
+ON_SEVERAL = ("bf16", "tetrajet", "fp8")
+RECIPES = (
+    *(*ON_SEVERAL, "tetrajet-fp8", "tetrajet-ema", "tetrajet-ramping", "mxfp4", "mxfp4-rht-sr"),
+    *("dge-occ", "ue5m3", "nvfp4-nvidia", "four-over-six", "quartet-2"),
+)
 MOST_GPUS, MOST_TP, MOST_PP = 4, 4, 2
 LAYER = (4096, 14336, 32, 8)  # hidden and FFN size, heads and groups
 
@@ -55,9 +57,12 @@ def extrapolated(model: Model, layout: Layout, recipe: Recipe, gpu: Gpu) -> tupl
         f"all layers are counted as those of {recipe.name} that have no recipe of their own": (
             bool(recipe.layers)
         ),
-        f"steps of {recipe.name} were never measured": recipe.name not in RECIPES_BY_TORCH,
-        f"steps of {recipe.name} were measured with torch's kernels alone": (
-            recipe.name in RECIPES_BY_TORCH and recipe.name not in RECIPES and layout.fused_kernels
+        f"steps of {recipe.name} were never measured": recipe.name not in RECIPES,
+        f"steps of {recipe.name} were measured on one GPU alone": (
+            recipe.name in RECIPES and recipe.name not in ON_SEVERAL and layout.gpus > 1
+        ),
+        "scales that are corrected to a gain of 1 take longer than is estimated": any(
+            each.unit_gain for part in recipe.parts for each in part.quantizers
         ),
         "layers of other sizes than LLaMA-8B's were not measured in steps": (
             (model.hidden, model.ffn, model.heads, model.groups) != LAYER

@@ -62,9 +62,7 @@ def memory(model: Model, layout: Layout, recipe: Recipe, target: Target, stage: 
     optimizer cannot take.
     """
     weights, gradients, optimizer = states(model, layout, recipe, stage)
-    if recipe.ramping is not None:
-        optimizer += optimizer_bytes(parameters(model, layout, stage), layout, SNAPSHOT_BYTES)
-        optimizer += optimizer_bytes(linears(model, layout, stage), layout, MOVEMENT_BYTES)
+    optimizer += calibration(model, layout, recipe, stage)
     codes, found = codes_bytes(model, layout, recipe, stage), []
     for phase, own in by_phases(recipe, layout):
         plans = LayerPlans(model, own, phase, target)
@@ -117,6 +115,14 @@ def states(
     copies = 4.0 * len(recipe.weight_states) * own.total if has_copies else 0.0
     gradients = layout.main_grad.itemsize * held.total + gradient_buffers(held, layout)
     return 2.0 * held.total, gradients, optimizer + copies
+
+
+def calibration(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> float:
+    """The bytes that a rank holds besides, while Q-Ramping calibrates. 0 without Q-Ramping."""
+    if recipe.ramping is None:
+        return 0.0
+    copies = optimizer_bytes(parameters(model, layout, stage), layout, SNAPSHOT_BYTES)
+    return copies + optimizer_bytes(linears(model, layout, stage), layout, MOVEMENT_BYTES)
 
 
 def codes_bytes(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> float:

@@ -12,6 +12,9 @@ import pytest
 from benchmarks import estimate_error
 from benchmarks.estimate_fit import fit
 from benchmarks.estimate_rows import LINEARS, RESULTS, kernels, linears, mlps, result, steps
+from megatron_fp4.estimate.gpus import MEASURED
+from megatron_fp4.estimate.layout import stages
+from megatron_fp4.estimate.memory import calibration, memory
 from megatron_fp4.estimate.rates import ASSUMED, RATES, UNITS
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +142,26 @@ def test_steps_beside_fp8_are_predicted() -> None:
     times = [row["fitted"] for row in rows if row["file"] == "parallel-fp8"]
     found = f"{min(times):.2f} to {max(times):.2f} of their time"
     assert f"The steps of `parallel-fp8`, on two GPUs, are estimated at {found}" in PAGE
+
+
+def test_steps_of_each_recipe_are_predicted() -> None:
+    rows = [row for row in result("estimate_error")["rows"] if row["file"] == "recipes-step"]
+    times, peaks = {row["name"]: row["fitted"] for row in rows}, [row["memory"] for row in rows]
+    gain, ue5m3 = times.pop("quartet-2"), times.pop("ue5m3")
+    assert f"`quartet-2` is estimated at {gain:.2f} of its time" in PAGE
+    others = f"`ue5m3` at {ue5m3:.2f}, since PyTorch decodes its codes before a transform, and "
+    others += f"the others at {min(times.values()):.2f} to {max(times.values()):.2f}; all at "
+    assert f"{others}{min(peaks):.3f} to {max(peaks):.3f} of their memory" in PAGE
+
+
+def test_a_calibration_is_in_the_estimate_of_ramping_and_in_no_measured_step() -> None:
+    [step] = [s for s in steps(("recipes-step",)) if s.name == "tetrajet-ramping"]
+    [stage] = stages(step.model, step.layout)
+    whole = memory(step.model, step.layout, step.recipe, MEASURED.target, stage).total
+    more = calibration(step.model, step.layout, step.recipe, stage)
+    assert estimate_error.peak(step) * 2**30 == whole - more
+    assert (whole - more) / 2**30 == pytest.approx(step.row["peak_gib"], rel=0.001)
+    assert whole / 2**30 > 1.5 * step.row["peak_gib"]  # the control
 
 
 def test_gemms_of_one_step_differ_between_runs() -> None:

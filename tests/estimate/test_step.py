@@ -182,6 +182,8 @@ def test_a_measured_layout_has_no_mark() -> None:
     assert four[4, 1, False] == (waits, "TP was measured with SP only")
     assert "PP was measured up to 2" in four[1, 4, False]
     assert four[1, 2, False] == ("of TP, PP and DP together only TP2 with PP2 was measured",)
-    assert marks("mxfp4", 1)[1, 1, False] == (
-        "steps of mxfp4 were measured with torch's kernels alone",
-    )
+    assert marks("mxfp4", 1)[1, 1, False] == ()
+    alone = "steps of mxfp4 were measured on one GPU alone"
+    assert marks("mxfp4", 2)[1, 1, False] == (alone,)
+    gain = "scales that are corrected to a gain of 1 take longer than is estimated"
+    assert marks("quartet-2", 1)[1, 1, False] == (gain,)

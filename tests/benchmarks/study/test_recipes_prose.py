@@ -80,7 +80,7 @@ def test_the_order_of_recipes_at_3m() -> None:
 
 
 def test_the_layers_of_the_speed_and_of_the_loss() -> None:
-    file = json.loads((ROOT / "benchmarks/results/finalists-step.json").read_text())
+    file = json.loads((ROOT / "benchmarks/results/recipes-step.json").read_text())
     layers = SIZES["26M"].model.layers
     said = f"is of two layers of {file['layers']}, and its loss of two of {layers}."
     assert said in prose("docs/recipes.md")
