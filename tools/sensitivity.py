@@ -24,6 +24,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -139,22 +140,37 @@ def flags_of(modules: Modules, folder: Path) -> list[str]:
     return flags
 
 
-def sensitivity(evaluate: Evaluate, other: str, layers: int) -> tuple[float, float, list[Found]]:
+def sensitivity(
+    evaluate: Evaluate, other: str, layers: int, at_once: int = 1
+) -> tuple[float, float, list[Found]]:
     """(loss with the launch's recipe in all linears, with the other one in all, with the other one
     in each place).
 
-    evaluate: the held-out loss of the launch with further flags.
+    evaluate: the held-out loss of the launch with further flags. at_once: calls of it at a time,
+    after the first one, which may write an index of the data that all of them read. After a call
+    that raises no other begins.
     """
 
     def loss(place: str) -> float:
         in_place = ["--fp4-module-recipe", f"{place}={other}"]
         if (place, other) == ("*", "bf16"):  # a recipe that quantizes no linear is refused
             in_place = ["--fp4-eval-forward", "bf16"]
-        found = evaluate(in_place)
+        try:
+            found = evaluate(in_place)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         print(f"{place} in {other}: {found:.4f}", file=sys.stderr, flush=True)
         return found
 
-    return evaluate([]), loss("*"), [Found(place, loss(place)) for place in places(layers)]
+    low, single = evaluate([]), list(places(layers))
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = [pool.submit(loss, place) for place in ("*", *single)]
+        try:
+            high, *others = [each.result() for each in waiting]
+        finally:  # also an interrupt
+            pool.shutdown(cancel_futures=True)
+    return low, high, list(map(Found, single, others))
 
 
 def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
@@ -168,10 +184,12 @@ def launched(flags: Sequence[str], processes: int, work: Path) -> Evaluate:
     command += ["--nproc-per-node", str(processes), "pretrain_gpt.py", *flags, *EVALUATED]
     if not {"--train-iters", "--train-samples"} & {flag.partition("=")[0] for flag in flags}:
         command += ["--train-iters", "1"]  # Megatron asks for one of them
-    logs = (work / f"{number}.log" for number in itertools.count())
+    numbers = itertools.count()
 
     def evaluate(more: Sequence[str]) -> float:
-        found = run([*command, *more], next(logs), environment={"OMP_NUM_THREADS": "1"})
+        found = run(
+            [*command, *more], work / f"{next(numbers)}.log", environment={"OMP_NUM_THREADS": "1"}
+        )
         _, loss = found.held_out[0]  # of the validation set; that of the test set follows
         return loss
 
@@ -245,14 +263,15 @@ def main() -> None:
     parser.add_argument("--at", type=float, default=0.0, help="share of training, for phases")
     parser.add_argument("--choose", type=int, default=2, help="layers of the recipe file")
     parser.add_argument("--processes", type=int, default=1, help="ranks of the launch")
+    parser.add_argument("--at-once", type=int, default=1, help="evaluations at a time")
     parser.add_argument("--work", type=Path, default=Path("runs/sensitivity"), help="for logs")
     parser.add_argument(
         "flags", nargs="+", help="of the launch, after --: with --fp4-recipe and --load"
     )
     args = parser.parse_args()
     try:
-        for name in ("processes", "choose"):
-            if (given := getattr(args, name)) < 1:
+        for name in ("processes", "choose", "at-once"):
+            if (given := getattr(args, name.replace("-", "_"))) < 1:
                 raise ValueError(f"--{name} is {given}: give 1 or more")
         launch = read_launch(args.flags)
         if args.in_place != "bf16" and not get_recipe(args.in_place).is_uniform:
@@ -262,7 +281,7 @@ def main() -> None:
         recipe = get_recipe(launch.recipe, **launch.options)
         own = flags_of(recipes_at(recipe, args.at, launch.layers), args.work)
         evaluate = launched([*launch.flags, *own], args.processes, args.work)
-        low, high, found = sensitivity(evaluate, args.in_place, launch.layers)
+        low, high, found = sensitivity(evaluate, args.in_place, launch.layers, args.at_once)
     except OSError as error:
         sys.exit(f"sensitivity: --work {args.work}: {error.strerror}: give another folder")
     except (ValueError, ConfigError, RunFailed) as error:

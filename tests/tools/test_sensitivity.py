@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import yaml
 from megatron_fp4 import Phase, Recipe, get_recipe, list_recipes
 from megatron_fp4.recipes.assignment import recipe_for
 from testing.worlds.launch import MOCK_DATA, ROOT, TINY, train
+from tools.runs import RunFailed
 from tools.sensitivity import (
     Found,
     Launch,
@@ -48,6 +50,33 @@ def test_each_place_is_measured_by_itself() -> None:
     assert lines[3] == "| decoder.layers.1.* | 2.1000 | +0.3000 | 75% |"  # layers come first
     assert lines[5] == "| *.linear_fc2 | 2.2000 | +0.2000 | 50% |"
     assert lines[-1] == "| all | 2.0000 | +0.4000 | 100% |"
+
+
+def test_evaluations_run_side_by_side_after_the_first() -> None:
+    meet = threading.Barrier(2, timeout=60)
+
+    def wait(flags: Sequence[str]) -> float:
+        if flags:  # the first one is alone: at the barrier it would wait in vain
+            meet.wait()
+        return evaluate(flags)
+
+    alone, beside = sensitivity(evaluate, "fp8", 2), sensitivity(wait, "fp8", 3, at_once=2)
+    assert beside[:2] == alone[:2] and [f.place for f in beside[2]] == list(places(3))
+    assert {*alone[2]} < {*beside[2]}
+
+
+def test_after_an_evaluation_that_fails_no_other_begins() -> None:
+    begun = []
+
+    def fail(flags: Sequence[str]) -> float:
+        begun.append(flags)
+        if len(begun) == 3:
+            raise RunFailed("no loss")
+        return 1.0
+
+    with pytest.raises(RunFailed, match="no loss"):
+        sensitivity(fail, "fp8", layers=8)
+    assert len(begun) == 3 < 2 + len(list(places(8)))
 
 
 def test_bf16_in_all_linears_is_an_evaluation_in_bf16() -> None:
