@@ -39,16 +39,16 @@ FEW_BITS = (
     *("few-bits-two", "few-bits-four", "few-bits-bf16"),
     *("few-bits-two-bf16", "few-bits-four-bf16", "few-bits-ddp"),
 )
-# Steps of every recipe, on one GPU.
-EACH_RECIPE = ("recipes-step",)
 # Steps of other commits, to which no rate is fitted but those of converting gradients.
 OTHERS = (
     *("few-bits-one", *FEW_BITS, "parallel-four-upstream", "parallel-two-graphs"),
     *("fused-step", "fused-step-decoded", "fused-step-before", "fp8-step"),
     *("fused-step-others", "parallel-fp8", "parallel-te-beside", "parallel-four-beside"),
-    *("finalists-step", *EACH_RECIPE),
+    "finalists-step",
     *(f"parallel_step-{when}" for when in ("before", "after", "apart", "graphs")),
 )
+# Steps of every recipe on one GPU, to which no rate is fitted.
+EACH_RECIPE = ("recipes-step",)
 # Linears, and quantize kernels, of which those of the first file and of KERNELS are fitted to.
 LINEARS = ("linear-te", "linear-rows")
 KERNELS = "quantize_kernels-fused"
@@ -81,7 +81,7 @@ class Step:
 
     @property
     def is_fitted(self) -> bool:
-        return self.file not in OTHERS
+        return self.file not in (*OTHERS, *EACH_RECIPE)
 
     @property
     def gpu(self) -> dict[str, float]:
@@ -93,7 +93,7 @@ class Step:
 
 
 @cache
-def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + OTHERS) -> tuple[Step, ...]:
+def steps(files: tuple[str, ...] = CURRENT + BY_TORCH + OTHERS + EACH_RECIPE) -> tuple[Step, ...]:
     """The rows of results of training steps."""
     return tuple(
         _step(file, row.get("layout", "one"), row) for file in files for row in result(file)["rows"]

@@ -227,6 +227,8 @@ class Recipe:
 
     @property
     def quantizers(self) -> list[Quantizer]:
+        """The quantizers of the operands of the three GEMMs; an operand in high precision has
+        none. Those of `phases` and `layers` are not included."""
         operands = [operand for gemm in self._gemms.values() for operand in (gemm.a, gemm.b)]
         return [quantizer for quantizer in operands if quantizer is not None]
 

@@ -143,12 +143,12 @@ def flags_of(modules: Modules, folder: Path) -> list[str]:
 def sensitivity(
     evaluate: Evaluate, other: str, layers: int, at_once: int = 1
 ) -> tuple[float, float, list[Found]]:
-    """(loss with the launch's recipe in all linears, with the other one in all, with the other one
-    in each place).
+    """Evaluates the launch with its recipe in all linears, with `other` in all, and with `other` in
+    one place at a time (see `places`). Returns the three: (loss, loss, the loss of each place).
 
-    evaluate: the held-out loss of the launch with further flags. at_once: calls of it at a time,
-    after the first one, which may write an index of the data that all of them read. After a call
-    that raises no other begins.
+    evaluate: takes further flags of the launch, and returns its held-out loss. at_once: how many
+    evaluations run at a time. The first one runs alone, since it may write an index of the data
+    that the others read. After an evaluation that fails no other begins, and its error is raised.
     """
 
     def loss(place: str) -> float:
@@ -157,7 +157,7 @@ def sensitivity(
             in_place = ["--fp4-eval-forward", "bf16"]
         try:
             found = evaluate(in_place)
-        except BaseException:
+        except Exception:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         print(f"{place} in {other}: {found:.4f}", file=sys.stderr, flush=True)
@@ -165,11 +165,7 @@ def sensitivity(
 
     low, single = evaluate([]), list(places(layers))
     with ThreadPoolExecutor(at_once) as pool:
-        waiting = [pool.submit(loss, place) for place in ("*", *single)]
-        try:
-            high, *others = [each.result() for each in waiting]
-        finally:  # also an interrupt
-            pool.shutdown(cancel_futures=True)
+        high, *others = pool.map(loss, ["*", *single])
     return low, high, list(map(Found, single, others))
 
 

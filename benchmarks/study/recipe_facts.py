@@ -32,10 +32,11 @@ SETTING = Setting(
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a training step is.
+    """The measured speed of a training step.
 
-    ratio: in times of BF16's speed in the same file. tokens: a second. by_phases: whether it is the
-    mean over the phases of the recipe, each of which was measured by itself.
+    ratio: the time of BF16's step in the same file, divided by the time of this step. tokens:
+    tokens per second. by_phases: True if the recipe has phases; each was measured by itself, and
+    the time is their mean, weighted by the share of training that each phase takes.
     """
 
     ratio: float
@@ -78,12 +79,13 @@ def bits(recipe: Recipe) -> Bits:
 
 
 def step_of(name: str, recipe: Recipe) -> Speed | None:
-    """The speed of a training step, of the result file STEPS.
+    """The speed of a training step with this recipe, from the result file STEPS.
 
-    name: of the row. A recipe with phases has no row, since a step is of one of them: it has the
-    mean time of its phases, weighted by their shares of training. None if the file lacks a row.
+    name: of the recipe's row in the file. It is not read for a recipe with phases: such a recipe
+    has no row, and its speed is computed from the rows of its phases (see `Speed`). Returns None
+    if the file has no row for the recipe, or none for one of its phases.
     """
-    rows = _rows(STEPS)
+    rows = _rows()
     bf16 = rows[BF16]
     if not recipe.phases:
         own = rows.get(name)
@@ -108,8 +110,8 @@ def linear_of(name: str) -> tuple[float, float] | None:
 
 
 def _row_of(recipe: Recipe) -> Any | None:
-    """The row of STEPS of a recipe that does the same as `recipe`. None if there is none."""
-    for name, row in _rows(STEPS).items():
+    """The row of STEPS whose recipe equals `recipe` in all but its name. None if there is none."""
+    for name, row in _rows().items():
         if name != BF16 and _alike(recipe_of(name), recipe):
             return row
     return None
@@ -120,9 +122,9 @@ def _alike(one: Recipe, other: Recipe) -> bool:
     return replace(one, name="", paper="") == replace(other, name="", paper="")
 
 
-def _rows(file: str) -> dict[str, Any]:
-    """The rows of a result file by their names."""
-    return {row["name"]: row for row in _result(file)["rows"]}
+def _rows() -> dict[str, Any]:
+    """The rows of STEPS by their names."""
+    return {row["name"]: row for row in _result(STEPS)["rows"]}
 
 
 @cache

@@ -118,9 +118,12 @@ def words_table(names: list[str]) -> list[str]:
 
 
 def speed(name: str, up: str) -> list[str]:
-    """[the speed of a step in times of BF16's, tokens a second], or what is known of a linear.
+    """Two cells of a recipe's row: the speed of a training step relative to BF16's, with a link to
+    its result file, and the tokens per second.
 
-    up: the way from the page to the root, for links.
+    Where no step was measured, the first cell has the range of the speeds of single linears, or
+    says that nothing was measured, and the second is empty. up: the relative path from the page to
+    the root of the repository, such as "../", for the link.
     """
     results = f"{up}benchmarks/results"
     if (step := step_of(name, _recipe(name))) is not None:

@@ -118,7 +118,8 @@ def states(
 
 
 def calibration(model: Model, layout: Layout, recipe: Recipe, stage: Stage) -> float:
-    """The bytes that a rank holds besides, while Q-Ramping calibrates. 0 without Q-Ramping."""
+    """The bytes that Q-Ramping adds on a rank during a calibration: copies of the float32 weights
+    and of both moments, and the movements of the linears' weights. 0 for a recipe without it."""
     if recipe.ramping is None:
         return 0.0
     copies = optimizer_bytes(parameters(model, layout, stage), layout, SNAPSHOT_BYTES)

@@ -333,7 +333,7 @@ def test_a_page_without_marker_lines_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_recipe_has_the_speed_of_a_step_of_one_run() -> None:
-    bf16 = recipe_facts._rows(recipe_facts.STEPS)[BF16]
+    bf16 = recipe_facts._rows()[BF16]
     for name in (BF16, *list_recipes()):
         found = step_of(name)
         assert found is not None and found.by_phases == (name == "tetrajet-fp8")
