@@ -13,17 +13,18 @@ from tools.pages import table
 from tools.rows import Row
 
 RECIPES = ["fp8", "tetrajet-fp8", "four-over-six", "tetrajet"]
-ONCE = "recipes-3M"  # whose runs read no text twice
+ONCE = ["recipes-3M", "one-epoch"]  # whose runs read no text twice
 
 
 def repeated_table(found: Comparison) -> list[str]:
-    """The gaps of RECIPES in the study ONCE and in the comparison, by size."""
+    """The gaps of RECIPES in the studies ONCE and in the comparison, by size and length."""
     rows_of = {cell: found.rows for cell in found.cells}
-    small, _ = runs_of_study(ONCE)
-    rows_of |= dict.fromkeys(tables.cells(small), small)
+    for name in ONCE:
+        rows, _ = runs_of_study(name)
+        rows_of |= dict.fromkeys(tables.cells(rows), rows)
     heads = ["size", "tokens", "text read", "recipe", "seeds", "held-out loss minus BF16's"]
     body = []
-    for cell in sorted(rows_of, key=lambda cell: [*SIZES].index(cell.size)):
+    for cell in sorted(rows_of, key=lambda cell: ([*SIZES].index(cell.size), cell.steps)):
         body += [line for name in RECIPES if (line := _line(rows_of[cell], cell, name))]
     return table([*heads, "training loss minus BF16's"], body)
 

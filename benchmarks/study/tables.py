@@ -32,8 +32,9 @@ _PLACE = ["size", "steps", "learning rate", "recipe", "seeds"]
 
 
 def cells(rows: Iterable[Row]) -> list[Cell]:
-    """The cells of finished runs, in order."""
-    return sorted(set(map(cell_of, rows)))
+    """The cells of finished runs, by text, then by size in the order of SIZES, then in order."""
+    found = set(map(cell_of, rows))
+    return sorted(found, key=lambda cell: (cell.text, [*SIZES].index(cell.size), cell))
 
 
 def recipes(rows: Iterable[Row]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.study import matrix, results
 from benchmarks.study.__main__ import default_results
+from benchmarks.study.sizes import SIZES
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,3 +19,10 @@ def prose(page: str) -> str:
 def rows_of(name: str) -> list[results.Row]:
     """The committed results of the matrix with this name."""
     return results.read(ROOT / default_results(matrix.read(name)))
+
+
+def linears(size: str) -> int:
+    """The parameters of a model's linears."""
+    model = SIZES[size].model
+    assert model.heads == model.query_groups
+    return model.layers * model.hidden * (4 * model.hidden + 3 * model.ffn)

@@ -53,6 +53,7 @@ COMMITTED = {
 UNFINISHED = {
     "ablations-3M": "docs/study.md",
     "candidates": "docs/study.md",
+    "one-epoch": "docs/study.md",
     "same-loss-3M": "docs/study.md",
     "sizes": "docs/study.md",
 }  # tables of the runs so far

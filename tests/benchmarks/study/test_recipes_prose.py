@@ -13,7 +13,7 @@ from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import held_out_gaps
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.estimate.plans import recipe_named
-from tests.benchmarks.study.prose import ROOT, prose, rows_of
+from tests.benchmarks.study.prose import ROOT, linears, prose, rows_of
 
 FOUND = comparison.read()
 
@@ -127,7 +127,15 @@ def test_a_run_that_was_made_anew() -> None:
 def test_which_sizes_read_no_text_twice() -> None:
     assert all(tables.epochs(row) > 2 for row in FOUND.rows)
     assert tables.epochs(rows_of("recipes-3M")[0]) < 1
-    says = "Its loss in models above 3M parameters that read no text twice"
+    once = rows_of("one-epoch")
+    assert all(tables.epochs(row) < 1 for row in once)
+    most = max(
+        row["configuration"]["steps"] * SIZES[size].tokens / linears(size)
+        for row in once
+        if (size := row["configuration"]["size"])
+    )
+    assert 3.5 < most < 4
+    says = "models above 3M parameters read more than 4 tokens for each parameter and no text twice"
     assert says in prose("docs/recipes.md")
 
 
