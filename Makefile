@@ -51,11 +51,10 @@ design-space: $(INSTALLED)  ## write docs/design-space.md and its picture anew f
 	@for study in sweep-best trades backward-3M; do \
 		$(PYTHON) -m benchmarks.study show $$study --page docs/design-space.md || exit 1; done
 
-study: $(INSTALLED)  ## write the tables of all studies, and docs/recipes.md, anew from the results
+study: $(INSTALLED)  ## write the tables of all studies, and those that compare recipes, from the results
 	@grep -o '^<!-- study: [^ ]*' docs/*.md docs/notes/*.md | while IFS=: read -r page _ name; do \
 		$(PYTHON) -m benchmarks.study show $${name# } --page $$page || exit 1; done
-	@$(PYTHON) -m benchmarks.study recipes --page docs/recipes.md --readme README.md \
-		--picture docs/images/recipe-gaps.svg
+	@$(PYTHON) -m benchmarks.study recipes
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	@$(PYTHON) -m ruff check .

@@ -1,9 +1,8 @@
-r"""Studies of pretraining: trains the runs of a matrix, and makes its tables and pictures.
+"""Studies of pretraining: trains the runs of a matrix, and makes its tables and pictures.
 
     python -m benchmarks.study run tiny [--minutes 9]
     python -m benchmarks.study show tiny [--page docs/study.md] [--pictures runs/study]
-    python -m benchmarks.study recipes --page docs/recipes.md --readme README.md \
-        --picture docs/images/recipe-gaps.svg
+    python -m benchmarks.study recipes
 
 docs/study.md describes it.
 """
@@ -66,8 +65,8 @@ def show(args: argparse.Namespace) -> int:
 
 
 def recipes(args: argparse.Namespace) -> int:
-    """Makes the tables and the picture of docs/recipes.md from all committed results."""
-    recipes_page.write(args.page, args.readme, args.picture)
+    """Writes the tables of all recipes into the README and docs, from all committed results."""
+    recipes_page.write(args.root)
     return 0
 
 
@@ -87,11 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
         command.set_defaults(function=function)
         command.add_argument("matrix", help=f"{', '.join(matrix.names())}, or a YAML file")
     making, training, tables = (command.add_argument for command in commands.choices.values())
-    page = commands.add_parser("recipes", help=(recipes.__doc__ or "").strip())
-    page.set_defaults(function=recipes)
-    page.add_argument("--page", type=Path, help="write the tables between the markers of this page")
-    page.add_argument("--readme", type=Path, help="write the head of the first table into this one")
-    page.add_argument("--picture", type=Path, help="draw the gaps over the tokens in this file")
+    pages = commands.add_parser("recipes", help=(recipes.__doc__ or "").strip())
+    pages.set_defaults(function=recipes)
+    root = "the checkout whose pages are written (the working directory)"
+    pages.add_argument("--root", type=Path, default=Path(), help=root)
     for add in (training, tables):
         add("--results", type=Path, help="the result file (JSON lines)")
     training("--minutes", type=float, help="end after so long; runs go on in the next call")

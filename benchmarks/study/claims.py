@@ -1,4 +1,4 @@
-"""The papers' claims in docs/recipes.md: what each paper says of a recipe's loss, and the runs of
+"""The papers' claims of docs/paper-claims.md: what each says of a recipe's loss, and the runs of
 this project that test it."""
 
 from __future__ import annotations

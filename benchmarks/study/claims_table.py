@@ -1,4 +1,4 @@
-"""The table of the papers' claims in docs/recipes.md."""
+"""The table of the papers' claims in docs/paper-claims.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers whose claims docs/recipes.md tests: their arXiv numbers and their short titles."""
+"""The papers whose claims docs/paper-claims.md tests: arXiv numbers and short titles."""
 
 TETRAJET, MXFP4, DGE, SPACE = "2502.20853", "2502.20586", "2501.17116", "2509.17791"
 NVFP4, FOUR_OVER_SIX, QUARTET = "2509.25149", "2512.02010", "2601.22813"

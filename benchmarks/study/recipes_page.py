@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/recipes.md, and the table of the README, from results."""
+"""The tables and the picture of the pages that compare recipes, from committed results."""
 
 from __future__ import annotations
 
@@ -22,32 +22,42 @@ from megatron_fp4.estimate.plans import BF16 as UNQUANTIZED
 from tools import pages
 from tools.pages import table
 
+README, RECIPES = "README.md", "docs/recipes.md"
+CLAIMS, OWN = "docs/paper-claims.md", "docs/notes/tetrajet-fp8.md"
+PICTURE = "docs/images/recipe-gaps.svg"
 # Recipes of the picture; those that the tables have besides would crowd it.
 PICTURED = ["fp8", "tetrajet-fp8", "four-over-six", "mxfp4-rht-sr", "tetrajet", "mxfp4"]
 NOT_MEASURED = "not measured"
 
 
-def sections(found: Comparison) -> dict[str, str]:
-    """All tables of docs/recipes.md as Markdown text.
+def pages_of(found: Comparison) -> dict[str, dict[str, str]]:
+    """The tables of each page as Markdown text, by the page's path from the checkout.
 
-    A key is the name in the comment line of the page, `<!-- NAME -->`, after which the table goes.
+    Those of a page have as keys the names in its comment lines, `<!-- NAME -->`, after which they
+    go.
     """
-    losses = [
-        "\n".join([*tables.about(found.rows, found.planned), *tables.failures(found.failed)]),
-        "\n".join(loss_table(found, [BF16, *found.registered])),
-        "The candidates, which are recipe files:",
-        "\n".join(loss_table(found, found.candidates)),
-    ]
+    about = [*tables.about(found.rows, found.planned), *tables.failures(found.failed), ""]
+    made = {
+        README: {"recipes: head": head(found)},
+        RECIPES: {
+            "recipes: losses": [*about, *loss_table(found, [BF16, *found.registered], "../")],
+            "recipes: words": words_table(found.registered, "../"),
+            "recipes: repeated text": repeated_table(found),
+            "recipes: small models": small_table(),
+        },
+        CLAIMS: {"recipes: claims": claims_table(found.rows, found.cells[0])},
+        OWN: {
+            "recipes: losses of candidates": loss_table(found, found.candidates, "../../"),
+            "recipes: words of candidates": words_table(found.candidates, "../../"),
+        },
+    }
     return {
-        "recipes: losses": "\n\n".join(losses),
-        "recipes: words": "\n".join(words_table([*found.registered, *found.candidates])),
-        "recipes: repeated text": "\n".join(repeated_table(found)),
-        "recipes: small models": "\n".join(small_table()),
-        "recipes: claims": "\n".join(claims_table(found.rows, found.cells[0])),
+        page: {name: "\n".join(lines) for name, lines in sections.items()}
+        for page, sections in made.items()
     }
 
 
-def head(found: Comparison) -> str:
+def head(found: Comparison) -> list[str]:
     """The first rows and columns of the first table, for the README: the recipes with results."""
     names = [name for name in found.registered if found.gap(name) is not None]
     later = _later_cells(found, names)
@@ -62,21 +72,21 @@ def head(found: Comparison) -> str:
         ]
         for name in names
     ]
-    return "\n".join(table(heads, body))
+    return table(heads, body)
 
 
-def loss_table(found: Comparison, names: list[str]) -> list[str]:
-    """What the recipes cost in loss, how fast they are, and their bits."""
+def loss_table(found: Comparison, names: list[str], up: str) -> list[str]:
+    """What the recipes cost in loss, how fast they are, and their bits. up: see `speed`."""
     later = _later_cells(found, names)
     heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio", "mean is"]
     heads += [*_heads_of(later), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
     body = []
     for name in names:
-        line = [_linked(name, "../"), *loss_cells(None if name == BF16 else found.gap(name))]
+        line = [_linked(name, up), *loss_cells(None if name == BF16 else found.gap(name))]
         if name == BF16:
             line = [f"`{BF16}`", "", "0", "1", ""]
         line += _in_cells(found, name, later)
-        body.append([*line, *speed(name, "../"), *_bits(_recipe(name))])
+        body.append([*line, *speed(name, up), *_bits(_recipe(name))])
     return table(heads, body)
 
 
@@ -111,9 +121,9 @@ def _recipe(name: str) -> Recipe:
     return UNQUANTIZED if name == BF16 else matrix.recipe_of(name)
 
 
-def words_table(names: list[str]) -> list[str]:
-    """What each recipe quantizes."""
-    body = [[_linked(name, "../"), *words_of(_recipe(name))] for name in names]
+def words_table(names: list[str], up: str) -> list[str]:
+    """What each recipe quantizes. up: see `speed`."""
+    body = [[_linked(name, up), *words_of(_recipe(name))] for name in names]
     return table(["recipe", "fprop", "dgrad", "wgrad", "besides"], body)
 
 
@@ -151,28 +161,23 @@ def panels(found: Comparison) -> dict[str, dict[str, Series]]:
     return {label(cell): over_tokens(found, cell) for cell in found.cells}
 
 
-def write(page: Path | None, readme: Path | None, picture: Path | None) -> None:
-    """Writes the tables between the marker lines of `page`, and their head into `readme`; prints
-    what has no file. Draws `picture`. Raises StudyError if there is no such page, or no such lines
-    in it."""
+def write(root: Path) -> None:
+    """Writes the tables between the marker lines of the pages of the checkout `root`, and draws its
+    picture. Raises StudyError if it has no such page, or a page has no such lines."""
     found = comparison.read()
-    if picture is not None:
-        draw_over_tokens(panels(found), picture)
-    heads = {"recipes: head": head(found)}
-    for path, parts_of in ((page, sections(found)), (readme, heads)):
-        if path is None:
-            print("\n\n".join(parts_of.values()))
-            continue
+    for name, sections in pages_of(found).items():
+        path = root / name
         try:
-            path.write_text(into(path.read_text(), parts_of))
+            path.write_text(into(path.read_text(), sections))
         except (OSError, ValueError) as error:
             raise StudyError(f"{path}: {error}") from error
+    draw_over_tokens(panels(found), root / PICTURE)
 
 
-def into(page: str, made: dict[str, str]) -> str:
+def into(page: str, sections: dict[str, str]) -> str:
     """The text `page` with each table in place of what is between its marker lines. Raises
     ValueError if the page has no such lines."""
-    for name, section in made.items():
+    for name, section in sections.items():
         page = pages.into(page, name, section)
     return page
 

@@ -1,4 +1,4 @@
-"""A paper's claim of docs/recipes.md, what of this project tests it, and the verdict on it."""
+"""A paper's claim of docs/paper-claims.md, what of this project tests it, and the verdict on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TetraJet with FP8 at the ends: this project's own recipe, which `auto` names.
 
 The first and the last decoder layer, and all layers in the last part of training, follow the recipe
-`fp8`. docs/recipes.md has what this gains on small models, and what else was tried.
+`fp8`. docs/notes/tetrajet-fp8.md has what this gains on small models, and what else was tried.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The claims of docs/recipes.md: figures are those of committed results, and verdicts follow."""
+"""The claims of docs/paper-claims.md: figures are those of results, and verdicts follow."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import ENOUGH, Gap
 from benchmarks.study.papers import PAPERS
 from benchmarks.study.verdicts import NOISE, Claim, Effect, effect_of, verdict, verdict_of_effect
+from tests.benchmarks.study.prose import recipes_prose
 from tools.sweep import __main__, llama, page, promotion, results
 from tools.sweep.axes import Combination
 from tools.sweep.findings import FINDINGS, Finding, summary, verdict_of
@@ -141,7 +142,7 @@ def test_what_the_training_loss_does_without_the_mean() -> None:
 
 
 def test_the_legend_has_the_numbers_of_seeds() -> None:
-    text = (DOCS / "recipes.md").read_text()
+    text = recipes_prose()
     assert (ENOUGH, NOISE) == (4, 0.01)
     for said in (
         "From four seeds on its 95% interval by bootstrap follows, as (a to b). Of two or three ",

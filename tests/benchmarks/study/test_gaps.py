@@ -13,7 +13,7 @@ from benchmarks.study.gap_words import gap_and_seeds
 from benchmarks.study.gaps import ENOUGH, LEVEL, Cell, Gap, bootstrap, cell_of, gap, spread
 from benchmarks.study.matrix import Matrix, Point
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
-from tests.benchmarks.study.prose import prose
+from tests.benchmarks.study.prose import prose, recipes_prose
 from tools.installed_text import Text
 
 TEXT = {"sha256": "5e4f", "held_out": {"tokens": 30_000}}
@@ -136,7 +136,7 @@ def test_what_few_seeds_tell_by_chance() -> None:
         chance = sum(each.verdict in ("higher", "lower") for each in found) / len(found)
         assert chance == pytest.approx(told, abs=4 * (told / len(found)) ** 0.5)
     assert "in about 50% of cases with 2 seeds, 75% with 3, 80% with 4 and 83% with 5." in page
-    assert "to equal recipes too, in about 30% of cases" in prose("docs/recipes.md")
+    assert "to equal recipes too, in about 30% of cases" in recipes_prose()
     assert "in about 30% of cases with 2 seeds, 8% with 3, 2% with 4 and 0.5% with 5." in page
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.study.prose import prose, rows_of
+from tests.benchmarks.study.prose import prose, recipes_prose, rows_of
 
 OWN = "fp8-ends-then-fp8.yaml"  # the file of `tetrajet-fp8`
 FINALISTS = ("bf16", "tetrajet", OWN, "fp8", "four-over-six")
@@ -60,7 +60,7 @@ def test_bf16_at_other_rates(losses: Losses) -> None:
         "Of four rates 0.0028 has the lowest loss for BF16, which is "
         f"{-better:.3f} below its loss at the rate 0.002."
     )
-    assert says in prose("docs/recipes.md")
+    assert says in recipes_prose()
 
 
 def test_the_gaps_at_the_best_rates_and_at_the_shared_one(losses: Losses) -> None:
@@ -73,4 +73,4 @@ def test_the_gaps_at_the_best_rates_and_at_the_shared_one(losses: Losses) -> Non
         f"`tetrajet`, `four-over-six`, `tetrajet-fp8` and `fp8` end {best}, where they end "
         f"{shared_words} at 0.002"
     )
-    assert text in prose("docs/recipes.md")
+    assert text in recipes_prose()

@@ -1,4 +1,4 @@
-"""docs/recipes.md and the README's table of losses are the committed results."""
+"""The pages that compare recipes are the committed results."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from benchmarks.study.matrix import BF16, recipe_of
 from benchmarks.study.pictures import draw_over_tokens, held_out_gaps
 from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.sizes import SIZES
-from benchmarks.study.small_models import earlier_numerics, runs_of_study
+from benchmarks.study.small_models import earlier_numerics, runs_of_study, small_table
 from benchmarks.study.verdicts import NOISE
 from megatron_fp4 import Recipe, get_recipe, list_recipes
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from megatron_fp4.estimate.plans import recipe_named
+from tests.benchmarks.study.prose import recipes_prose
 
 ROOT = Path(__file__).parents[3]
-PAGE, README = ((ROOT / name).read_text() for name in ("docs/recipes.md", "README.md"))
 FOUND = comparison.read()
 CELL = FOUND.cells[0]
 
 
 def says(text: str) -> None:
-    """Asserts that the page has this text, whatever its line breaks."""
-    assert " ".join(text.split()) in " ".join(PAGE.split())
+    """Asserts that a page has this text, whatever its line breaks."""
+    assert " ".join(text.split()) in recipes_prose()
 
 
 def above(name: str, other: str = BF16, found: Comparison = FOUND) -> Gap:
@@ -87,18 +87,20 @@ def with_other_loss(recipe: str) -> Comparison:
     return replace(FOUND, rows=rows)
 
 
-def test_the_tables_are_the_committed_results() -> None:
-    assert recipes_page.into(PAGE, recipes_page.sections(FOUND)) == PAGE
-    assert recipes_page.into(README, {"recipes: head": recipes_page.head(FOUND)}) == README
+@pytest.mark.parametrize("name", recipes_page.pages_of(FOUND))
+def test_the_tables_are_the_committed_results(name: str) -> None:
+    page = (ROOT / name).read_text()
+    assert recipes_page.into(page, recipes_page.pages_of(FOUND)[name]) == page
 
 
 @pytest.mark.parametrize("recipe", ["tetrajet", "tetrajet-fp8", BF16])
 def test_another_loss_is_noticed(recipe: str) -> None:
-    changed = with_other_loss(recipe)
-    made = recipes_page.sections(changed)
-    for name in ("recipes: losses", "recipes: claims"):
-        assert recipes_page.into(PAGE, {name: made[name]}) != PAGE
-    assert recipes_page.into(README, {"recipes: head": recipes_page.head(changed)}) != README
+    made = recipes_page.pages_of(with_other_loss(recipe))
+    for name in (recipes_page.README, recipes_page.RECIPES, recipes_page.CLAIMS):
+        page = (ROOT / name).read_text()
+        assert recipes_page.into(page, made[name]) != page
+    candidates = made[recipes_page.OWN]["recipes: losses of candidates"]
+    assert (candidates not in (ROOT / recipes_page.OWN).read_text()) == (recipe == BF16)
 
 
 def test_the_picture_is_the_committed_one(tmp_path: Path) -> None:
@@ -148,7 +150,9 @@ def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
 
 
 def test_every_recipe_and_candidate_has_a_line() -> None:
-    table = recipes_page.sections(FOUND)["recipes: losses"]
+    made = recipes_page.pages_of(FOUND)
+    table = made[recipes_page.RECIPES]["recipes: losses"]
+    table += made[recipes_page.OWN]["recipes: losses of candidates"]
     options = {name for name in tables.recipes(FOUND.rows) if "," in name}
     assert {BF16, *list_recipes(), *options} == set(re.findall(r"^\| `(.*?)` \|", table, re.M))
     for entry in tables.recipes(FOUND.rows):
@@ -185,7 +189,7 @@ def test_figures_in_running_text() -> None:
     to_plain = ratios["tetrajet-fp8"] / ratios["tetrajet"]
     says(f"A step has {times['tetrajet-fp8']} times BF16's speed, {to_plain:.2f} of `tetrajet`'s")
     says(f"ends {fp8.mean:.3f} above BF16 (five seeds, within their spread), at {times['fp8']}")
-    says(f"It has {times['tetrajet']} times BF16's speed")
+    says(f"**`tetrajet`** has {times['tetrajet']} times BF16's speed.")
     slow = ("nvfp4-nvidia", "four-over-six", "quartet-2", "ue5m3", "dge-occ")
     steps = sorted(each.ratio for each in map(step_of, slow) if each is not None)
     assert len(steps) == len(slow)
@@ -206,7 +210,7 @@ def test_figures_in_running_text() -> None:
     large = [of_60m(name) for name in ("tetrajet", "tetrajet-fp8", "fp8")]
     assert [len(each.by_seed) for each in large] == [2, 2, 1]
     plain_60m, own_60m, fp8_60m = (f"{each.mean:.3f}" for each in large)
-    says(f"At 60M it ends {own_60m} above, and `tetrajet` {plain_60m} (two seeds each), but there")
+    says(f"At 60M `tetrajet-fp8` ends {own_60m} above BF16, and `tetrajet` {plain_60m} (two seeds ")
     says(f"in the 60M model at {plain_60m} and {own_60m} (two seeds each), where `fp8` is ")
     says(f"where `fp8` is at {fp8_60m} (one seed)")
     assert large[2].mean < large[1].mean < large[0].mean
@@ -223,7 +227,7 @@ def test_figures_in_running_text() -> None:
     says(f"is at {own.mean:.3f} with the same five seeds, and at {both:.3f} with the two ")
     of_fp8 = above("tetrajet-fp8", "fp8")
     words = f"ends {of_fp8.mean:.3f} above `fp8` ({least_to_most(of_fp8, 1)} by seed)."
-    says(f"`tetrajet-fp8` {words}")
+    says(f"`tetrajet-fp8`, which {words}")
     below = [least_to_most(above("tetrajet-fp8", name), -1) for name in nvfp4]
     says(f"By seed it is {below[0]} below `four-over-six`, {below[1]} below `quartet-2` and ")
     says(f"{below[2]} below `nvfp4-nvidia`.")
@@ -324,10 +328,31 @@ def test_the_speed_by_phases_is_that_of_the_mean_time(monkeypatch: pytest.Monkey
     assert step_of("mxfp4") is None
 
 
-def test_a_page_without_marker_lines_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("no marks")
-    assert main(["recipes", "--page", str(page), "--readme", str(ROOT / "README.md")]) == 2
+def test_the_command_writes_the_pages_and_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs/notes").mkdir(parents=True)
+    (tmp_path / "docs/images").mkdir()
+    committed = {}
+    for name, sections in recipes_page.pages_of(FOUND).items():
+        committed[name] = (ROOT / name).read_text()
+        emptied = recipes_page.into(committed[name], dict.fromkeys(sections, ""))
+        (tmp_path / name).write_text(emptied)
+    assert main(["recipes", "--root", str(tmp_path)]) == 0
+    assert {name: (tmp_path / name).read_text() for name in committed} == committed
+    picture = recipes_page.PICTURE
+    assert (tmp_path / picture).read_bytes() == (ROOT / picture).read_bytes()
+
+
+def test_a_page_without_marker_lines_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes", "--root", str(tmp_path)]) == 2
+    (tmp_path / "README.md").write_text("no marks")
+    assert main(["recipes", "--root", str(tmp_path)]) == 2
+    assert "the page has no lines <!-- recipes: head -->" in capsys.readouterr().err
+
+
+def test_a_comparison_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="no run of a recipe"):
         comparison.read(tmp_path)
 
@@ -342,7 +367,7 @@ def test_every_recipe_has_the_speed_of_a_step_of_one_run() -> None:
 
 
 def test_the_perplexity_ratio_of_each_cell() -> None:
-    head, _, *lines = recipes_page.loss_table(FOUND, [BF16, "tetrajet", "mxfp4"])
+    head, _, *lines = recipes_page.loss_table(FOUND, [BF16, "tetrajet", "mxfp4"], "")
     place = head.split(" | ").index("perplexity ratio, 60M")
     ratio = f"{math.exp(of_60m('tetrajet').mean):.3f}"
     assert [line.split(" | ")[place] for line in lines] == ["1", ratio, ""]
@@ -354,9 +379,10 @@ def test_runs_of_another_numerics_version_are_named() -> None:
     assert earlier_numerics(rows) == ", numerics version 2"
     today = [r | {"configuration": r["configuration"] | {"numerics": 3}} for r in rows]
     assert earlier_numerics(today) == ""
-    lines = recipes_page.sections(FOUND)["recipes: small models"].splitlines()[2:]
+    lines = small_table()[2:]
     for line in lines:
         study = line.split("`")[1]
         assert ("numerics version 2 |" in line) == (study == "oscillation-3M")
-    claimed = [line for line in PAGE.splitlines() if "[`oscillation-3M`]" in line]
+    page = (ROOT / recipes_page.CLAIMS).read_text()
+    claimed = [line for line in page.splitlines() if "[`oscillation-3M`]" in line]
     assert claimed and all(", numerics version 2, " in line for line in claimed)

@@ -13,7 +13,7 @@ from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import held_out_gaps
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.estimate.plans import recipe_named
-from tests.benchmarks.study.prose import ROOT, linears, prose, rows_of
+from tests.benchmarks.study.prose import ROOT, linears, prose, recipes_prose, rows_of
 
 FOUND = comparison.read()
 
@@ -46,14 +46,14 @@ def test_the_own_recipe_gains_in_its_phase() -> None:
     assert (
         f"After 150M tokens, in the recipe's FP4 part, `tetrajet-fp8` is {own} above BF16, "
         f"`four-over-six` {nvfp4} and `tetrajet` {plain} (five seeds each)."
-    ) in prose("docs/recipes.md")
+    ) in recipes_prose()
     assert 150 / 200 < 0.8 and before[1] < before[0] < before[2]
     apart = paired(*({s: [loss] for s, loss in at_150m(name).items()} for name in names[:2]))
     assert apart is not None and len(apart.by_seed) == 5 and apart.verdict == "within the spread"
     assert (
         f"({apart.mean:.3f} above it, within the spread of the seeds). At the end, after the phase "
         "in `fp8`, it is below."
-    ) in prose("docs/recipes.md")
+    ) in recipes_prose()
     assert course("tetrajet-fp8", "26M")[200] < course("four-over-six", "26M")[200]
     end = gap(FOUND.rows, FOUND.cells[0], *names[:2])
     assert end is not None and end.verdict == "within the spread"
@@ -61,7 +61,7 @@ def test_the_own_recipe_gains_in_its_phase() -> None:
     assert (
         f"All five seeds are below `four-over-six`, but their mean ({-end.mean:.3f}) is no larger "
         "than their spread"
-    ) in prose("docs/recipes.md")
+    ) in recipes_prose()
 
 
 def test_the_order_of_recipes_at_3m() -> None:
@@ -71,7 +71,7 @@ def test_the_order_of_recipes_at_3m() -> None:
     means = {name.partition(",")[0]: each.mean for name, each in found.items() if each is not None}
     order = sorted(means, key=means.__getitem__)
     assert order[-2:] == ["dge-occ", "tetrajet-ema"]
-    assert "but `dge-occ` and `tetrajet-ema` are the last ones" in prose("docs/recipes.md")
+    assert "but `dge-occ` and `tetrajet-ema` are the last ones" in recipes_prose()
     # "Nearly": of the others, none is more than one place from where it is at 26M.
     both = [name for name in order[:-2] if name in FOUND.registered and name != "tetrajet-ramping"]
     large = [name for name in FOUND.registered if name in both]
@@ -83,7 +83,7 @@ def test_the_layers_of_the_speed_and_of_the_loss() -> None:
     file = json.loads((ROOT / "benchmarks/results/recipes-step.json").read_text())
     layers = SIZES["26M"].model.layers
     said = f"is of two layers of {file['layers']}, and its loss of two of {layers}."
-    assert said in prose("docs/recipes.md")
+    assert said in recipes_prose()
 
 
 def test_how_gaps_change_with_the_length() -> None:
@@ -101,7 +101,7 @@ def test_how_gaps_change_with_the_length() -> None:
     assert (
         f"can still grow: that {many[0]}, that {many[1]}, and that {many[2]}. Of two others the "
         f"change is within the spread of the seeds: that {few[0]}, and that {few[1]}."
-    ) in prose("docs/recipes.md")
+    ) in recipes_prose()
     assert [*told.values()] == ["higher"] * 3 + ["within the spread"] * 2
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_was_made_anew() -> None:
     )
     assert second["stamp"]["commit"] != first["stamp"]["commit"]
     loss, anew, plain = (row["held_out"][-1][1] for row in (first, second, bf16))
-    page = prose("docs/recipes.md")
+    page = recipes_prose()
     assert f"the second run ends {loss - anew:.3f} lower." in page
     assert f"The second run of `tetrajet-fp8` with that seed is at {anew - plain:.3f}." in page
 
@@ -136,7 +136,7 @@ def test_which_sizes_read_no_text_twice() -> None:
     )
     assert 3.5 < most < 4
     says = "models above 3M parameters read more than 4 tokens for each parameter and no text twice"
-    assert says in prose("docs/recipes.md")
+    assert says in recipes_prose()
 
 
 def test_the_gap_of_tetrajet_falls_at_60m() -> None:
@@ -144,7 +144,7 @@ def test_the_gap_of_tetrajet_falls_at_60m() -> None:
     said = (
         f"falls from {found[100]:.3f} after 100M tokens to {found[400]:.3f} after 400M, of a text"
     )
-    assert said in prose("docs/recipes.md")
+    assert said in recipes_prose()
     assert found[100] > found[300] > found[400]
 
 
@@ -154,7 +154,7 @@ def test_how_much_slower_fp8_is() -> None:
     share = own.ratio / fp8.ratio - 1
     assert (
         f"Take `fp8` where a lower loss is worth steps that take {share:.0%} longer: it ends"
-    ) in prose("docs/recipes.md")
+    ) in recipes_prose()
 
 
 def test_the_rounding_seeds_of_one_matrix() -> None:

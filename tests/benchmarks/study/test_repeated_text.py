@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.study import comparison, matrix, recipes_page, tables
+from benchmarks.study import comparison, matrix, tables
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap, runs_of, training
 from benchmarks.study.matrix import BF16
 from benchmarks.study.repeated_text import ONCE, RECIPES, repeated_table
 from benchmarks.study.sizes import SIZES
-from tests.benchmarks.study.prose import linears, prose, rows_of
+from tests.benchmarks.study.prose import linears, prose, recipes_prose, rows_of
 from tools.rows import Row
 
 FOUND = comparison.read()
 CELLS = {cell.size: cell for cell in FOUND.cells}
-RECIPES_PAGE, STUDY_PAGE = prose("docs/recipes.md"), prose("docs/study.md")
+RECIPES_PAGE, STUDY_PAGE = recipes_prose(), prose("docs/study.md")
 OWN = "tetrajet-fp8"
 NO_NVFP4 = ["fp8", OWN, "tetrajet"]  # the finalists that were run at 60M
 
@@ -215,7 +215,3 @@ def test_the_matrix_of_one_epoch_reads_no_text_twice() -> None:
         tokens = point.steps * SIZES[point.size].tokens
         left = text["train"]["tokens"] - tokens
         assert 0 <= left == 33_389 < SIZES[point.size].tokens
-
-
-def test_the_page_has_the_section() -> None:
-    assert "recipes: repeated text" in recipes_page.sections(FOUND)
