@@ -44,7 +44,7 @@ _WHOLE_RECIPES_AND_EFFECTS = [
         papers.TETRAJET,
         "most of the loss is of the forward pass",
         effects=(f"fprop in BF16 | {_ANY}", f"dgrad and wgrad in BF16 | {_ANY}"),
-        verdict="held for fprop in 300 steps, not told for dgrad and wgrad",
+        verdict="held for fprop in 300 steps, not decided for dgrad and wgrad",
     ),
     Claim(
         papers.TETRAJET,
@@ -97,7 +97,7 @@ _WHOLE_RECIPES_AND_EFFECTS = [
         "the same costs no loss in models of 1.3B parameters and more",
         seen="no model of that size was trained",
         page="recipes.md",
-        verdict="not told",
+        verdict="not decided",
     ),
     Claim(
         papers.MXFP4,
@@ -142,7 +142,7 @@ _WHOLE_RECIPES_AND_EFFECTS = [
             "rule three-quarters of the backward pass in place of ceil | E8M0",
             "rule floor of the backward pass in place of ceil | E8M0",
         ),
-        verdict="not told",
+        verdict="not decided",
     ),
     Claim(papers.DGE, "DGE of W lowers the loss", Pair(candidate("tetrajet-dge"), "tetrajet")),
     Claim(
@@ -186,7 +186,7 @@ _WHOLE_RECIPES_AND_EFFECTS = [
             f"scales in {name} under a tensor scale | in place of E8M0"
             for name in ("E4M3", "UE5M3")
         ),
-        verdict="not told: it matters, and other parts as much",
+        verdict="not decided: it matters, and other parts as much",
     ),
     Claim(
         papers.SPACE,
@@ -245,7 +245,7 @@ _WHOLE_RECIPES_AND_EFFECTS = [
         seen="the four such combinations are -0.0018 to +0.0060 from a faster one, within the "
         "spread of the seeds",
         page=SPACE,
-        verdict="not told",
+        verdict="not decided",
     ),
     Claim(papers.NVFP4, "NVFP4 loses less than MXFP4", Pair("nvfp4-nvidia", "tetrajet")),
     Claim(

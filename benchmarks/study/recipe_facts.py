@@ -35,12 +35,14 @@ class Speed:
     """The measured speed of a training step.
 
     ratio: the time of BF16's step in the same file, divided by the time of this step. tokens:
-    tokens per second. by_phases: True if the recipe has phases; each was measured by itself, and
-    the time is their mean, weighted by the share of training that each phase takes.
+    tokens per second. peak: the largest memory that was allocated, in GiB. by_phases: True if the
+    recipe has phases; each was measured by itself. The time is their mean, weighted by the share of
+    training that each phase takes, and the peak is that of the phase with the largest.
     """
 
     ratio: float
     tokens: float
+    peak: float
     by_phases: bool
 
 
@@ -89,14 +91,16 @@ def step_of(name: str, recipe: Recipe) -> Speed | None:
     bf16 = rows[BF16]
     if not recipe.phases:
         own = rows.get(name)
-        return own and Speed(bf16["ms"] / own["ms"], own["tokens/s"], by_phases=False)
+        if own is None:
+            return None
+        return Speed(bf16["ms"] / own["ms"], own["tokens/s"], own["peak_gib"], by_phases=False)
     found = [_row_of(each) for each in recipe.alone]
-    times = [row["ms"] for row in found if row is not None]
-    if len(times) < len(found):
+    measured = [row for row in found if row is not None]
+    if len(measured) < len(found):
         return None
-    ms = sum(share * each for share, each in zip(recipe.shares, times, strict=True))
-    ratio = bf16["ms"] / ms
-    return Speed(ratio, ratio * bf16["tokens/s"], by_phases=True)
+    ms = sum(share * row["ms"] for share, row in zip(recipe.shares, measured, strict=True))
+    ratio, peak = bf16["ms"] / ms, max(row["peak_gib"] for row in measured)
+    return Speed(ratio, ratio * bf16["tokens/s"], peak, by_phases=True)
 
 
 def linear_of(name: str) -> tuple[float, float] | None:

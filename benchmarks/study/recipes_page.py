@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.study import comparison, matrix, tables
 from benchmarks.study.claims_table import claims_table
 from benchmarks.study.comparison import Comparison
+from benchmarks.study.equal_time import equal_time_table
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells, perplexity, seeds_of
 from benchmarks.study.gaps import Cell
@@ -42,6 +43,7 @@ def pages_of(found: Comparison) -> dict[str, dict[str, str]]:
         RECIPES: {
             "recipes: losses": [*about, *loss_table(found, [BF16, *found.registered], "../")],
             "recipes: words": words_table(found.registered, "../"),
+            "recipes: equal time": equal_time_table(found),
             "recipes: repeated text": repeated_table(found),
             "recipes: small models": small_table(),
         },
@@ -59,18 +61,11 @@ def pages_of(found: Comparison) -> dict[str, dict[str, str]]:
 
 def head(found: Comparison) -> list[str]:
     """The first rows and columns of the first table, for the README: the recipes with results."""
-    names = [name for name in found.registered if found.gap(name) is not None]
-    later = _later_cells(found, names)
-    heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio"]
-    heads += [*_heads_of(later), "step, times BF16"]
+    heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio", "step, times BF16"]
     body = [
-        [
-            _linked(name, ""),
-            *loss_cells(found.gap(name))[:3],
-            *_in_cells(found, name, later),
-            speed(name, "")[0],
-        ]
-        for name in names
+        [_linked(name, ""), *loss_cells(own)[:3], speed(name, "")[0]]
+        for name in found.registered
+        if (own := found.gap(name)) is not None
     ]
     return table(heads, body)
 
@@ -79,7 +74,8 @@ def loss_table(found: Comparison, names: list[str], up: str) -> list[str]:
     """What the recipes cost in loss, how fast they are, and their bits. up: see `speed`."""
     later = _later_cells(found, names)
     heads = ["recipe", "seeds", _minus(found.cells[0]), "perplexity ratio", "mean is"]
-    heads += [*_heads_of(later), "step, times BF16", "tokens/s", "X saved", "W held", "W sent"]
+    heads += [*_heads_of(later), "step, times BF16", "tokens/s", "peak, GiB"]
+    heads += ["X saved", "W held", "W sent"]
     body = []
     for name in names:
         line = [_linked(name, up), *loss_cells(None if name == BF16 else found.gap(name))]
@@ -128,20 +124,24 @@ def words_table(names: list[str], up: str) -> list[str]:
 
 
 def speed(name: str, up: str) -> list[str]:
-    """Two cells of a recipe's row: the speed of a training step relative to BF16's, with a link to
-    its result file, and the tokens per second.
+    """Three cells of a recipe's row: the speed of a training step relative to BF16's, with a link
+    to its result file, the tokens per second, and the peak memory in GiB.
 
     Where no step was measured, the first cell has the range of the speeds of single linears, or
-    says that nothing was measured, and the second is empty. up: the relative path from the page to
+    says that nothing was measured, and the others are empty. up: the relative path from the page to
     the root of the repository, such as "../", for the link.
     """
     results = f"{up}benchmarks/results"
     if (step := step_of(name, _recipe(name))) is not None:
         phases = " by phases" if step.by_phases else ""
-        return [f"[{step.ratio:.2f}]({results}/{STEPS}.json){phases}", f"{step.tokens:,.0f}"]
+        return [
+            f"[{step.ratio:.2f}]({results}/{STEPS}.json){phases}",
+            f"{step.tokens:,.0f}",
+            f"{step.peak:.1f}",
+        ]
     if (linear := linear_of(name)) is not None:
-        return [f"a linear: [{linear[0]:.2f} to {linear[1]:.2f}]({results}/{LINEARS}.json)", ""]
-    return [NOT_MEASURED, ""]
+        return [f"a linear: [{linear[0]:.2f} to {linear[1]:.2f}]({results}/{LINEARS}.json)", "", ""]
+    return [NOT_MEASURED, "", ""]
 
 
 def over_tokens(found: Comparison, cell: Cell) -> dict[str, Series]:

@@ -166,7 +166,7 @@ def about(rows: list[Row], planned: int) -> list[str]:
     packages = ("python", "torch", "triton", "megatron-core", "numpy")
     versions = ", ".join(f"{name} {_each(stamp[name] for stamp in stamps)}" for name in packages)
     devices = _each(name for stamp in stamps for name in stamp["device"])
-    commits = _each(stamp["commit"] for stamp in stamps)
+    commits = _each(stamp["commit"][:8] for stamp in stamps)
     numerics = _each(row["configuration"]["numerics"] for row in rows)
     lines = [
         f"- {len(rows)} of {planned} runs, on {devices}; {versions}; commit {commits}, numerics "

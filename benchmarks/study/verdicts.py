@@ -13,7 +13,7 @@ from benchmarks.study.gaps import ENOUGH, Gap
 # (0.0051). Single runs of smaller models are further apart.
 NOISE = 0.01
 MEASURED_AT = "26M"
-NO_DIFFERENCE, NOT_TOLD = "no difference above the spread", "not told"
+NO_DIFFERENCE, NOT_DECIDED = "no difference above the spread", "not decided"
 Expected = Literal["lower", "higher", "equal"]
 
 
@@ -74,11 +74,11 @@ def verdict(found: Gap, expects: Expected, most: float = 0.0, size: str = MEASUR
 
     - "held": the claim has a `most` above 0, there are ENOUGH seeds, and the whole 95% interval is
       at or below `most`.
-    - "not told": the mean differs from `most` by no more than the spread of the seeds. Of a claim
-      of "equal" without a `most` it is then NO_DIFFERENCE.
-    - "not told": there are fewer seeds than ENOUGH, and the mean differs from `most` by less than
-      NOISE.
-    - "not told": there is one seed, of another size than MEASURED_AT.
+    - "not decided": the mean differs from `most` by no more than the spread of the seeds. Of a
+      claim of "equal" without a `most` it is then NO_DIFFERENCE.
+    - "not decided": there are fewer seeds than ENOUGH, and the mean differs from `most` by less
+      than NOISE.
+    - "not decided": there is one seed, of another size than MEASURED_AT.
     - "held" or "not held", by the side of `most` on which the mean is; of one seed ", one seed"
       follows.
 
@@ -93,10 +93,10 @@ def verdict(found: Gap, expects: Expected, most: float = 0.0, size: str = MEASUR
     sign = -1 if expects == "higher" else 1
     excess = Gap({seed: sign * gap - most for seed, gap in found.by_seed.items()})
     if excess.verdict == "within the spread":
-        return NO_DIFFERENCE if expects == "equal" and not most else NOT_TOLD
+        return NO_DIFFERENCE if expects == "equal" and not most else NOT_DECIDED
     near = not enough and abs(excess.mean) < NOISE
     if near or (seeds == 1 and size != MEASURED_AT):
-        return NOT_TOLD
+        return NOT_DECIDED
     held = "not held" if excess.mean > 0 else "held"
     return held + (", one seed" if seeds == 1 else "")
 
@@ -104,7 +104,7 @@ def verdict(found: Gap, expects: Expected, most: float = 0.0, size: str = MEASUR
 def verdict_of_effect(found: Effect, expects: Expected) -> str:
     """The same of an effect: nothing is told of one whose interval contains 0."""
     if found.low <= 0 <= found.high:
-        return NO_DIFFERENCE if expects == "equal" else NOT_TOLD
+        return NO_DIFFERENCE if expects == "equal" else NOT_DECIDED
     held = (found.mean > 0) == (expects == "higher")
     return f"{'held' if held else 'not held'} in 300 steps"
 

@@ -94,8 +94,8 @@ def test_another_figure_of_the_page_is_noticed() -> None:
     [
         (-0.3, -0.1, "held in 300 steps", "not held in 300 steps", "held in 300 steps"),
         (0.1, 0.3, "not held in 300 steps", "held in 300 steps", "not held in 300 steps"),
-        (-0.1, 0.3, "not told", "not told", "no difference above the spread"),
-        (0.0, 0.3, "not told", "not told", "no difference above the spread"),
+        (-0.1, 0.3, "not decided", "not decided", "no difference above the spread"),
+        (0.0, 0.3, "not decided", "not decided", "no difference above the spread"),
     ],
 )
 def test_the_verdict_of_an_effect(
@@ -115,12 +115,12 @@ def test_verdicts_that_are_written_by_hand(scores: dict[str, list[Scores]]) -> N
     of = scores["llama"]
     assert decided(of, fprop) == "held" and decided(of, others) == "not decided"
     assert decided(of, fprop, others) == "not decided"  # so the claim as a whole is not held
-    assert forward.verdict == "held for fprop in 300 steps, not told for dgrad and wgrad"
+    assert forward.verdict == "held for fprop in 300 steps, not decided for dgrad and wgrad"
     clipped = written.pop("values times 3/4, which do not clip, lose less than those that may")
     three_quarters, floor = (CHANGES[row] for row in clipped.effects)
-    assert decided(of, three_quarters, floor) == "not decided" and clipped.verdict == "not told"
+    assert decided(of, three_quarters, floor) == "not decided" and clipped.verdict == "not decided"
     formats = written.pop("the format of block scales matters most")
-    assert formats.verdict.startswith("not told: it matters")
+    assert formats.verdict.startswith("not decided: it matters")
     assert {decided(of, CHANGES[row]) for row in formats.effects} == {"held"}
     # "Other parts as much": fprop.
     least = min(effect_of(SPACE_TEXT, row, "llama").mean for row in formats.effects)
@@ -168,11 +168,11 @@ def test_figures_of_claims_that_refer_to_a_page_are_on_it() -> None:
     [
         ({1: -0.02, 2: -0.03}, "held", "held"),
         ({1: 0.02, 2: 0.03}, "not held", "not held"),
-        ({1: -0.02, 2: 0.03}, "not told", "no difference above the spread"),
-        ({1: -0.007, 2: -0.0071}, "not told", "not told"),
-        ({1: -0.007, 2: -0.0071, 3: -0.007}, "not told", "not told"),
+        ({1: -0.02, 2: 0.03}, "not decided", "no difference above the spread"),
+        ({1: -0.007, 2: -0.0071}, "not decided", "not decided"),
+        ({1: -0.007, 2: -0.0071, 3: -0.007}, "not decided", "not decided"),
         ({1: -0.007, 2: -0.0071, 3: -0.007, 4: -0.007}, "held", "held"),
-        ({1: 0.009}, "not told", "not told"),
+        ({1: 0.009}, "not decided", "not decided"),
         ({1: 0.02}, "not held, one seed", "not held, one seed"),
     ],
 )
@@ -185,11 +185,11 @@ def test_a_claim_may_allow_a_difference() -> None:
     assert verdict(found, "equal") == verdict(found, "equal", 0.01) == "not held"
     assert verdict(found, "equal", 0.04) == "held"
     for most in (0.02, 0.03):  # by less than rounding noise above and below it
-        assert verdict(found, "equal", most) == "not told"
+        assert verdict(found, "equal", most) == "not decided"
     wide = Gap({1: 0.0, 2: 0.02, 3: 0.018, 4: 0.002})
     assert verdict(wide, "equal", 0.02) == "held"
-    assert verdict(wide, "equal", 0.015) == "not told"
-    assert verdict(Gap({1: 0.056, 2: 0.079}), "equal", 0.06) == "not told"
+    assert verdict(wide, "equal", 0.015) == "not decided"
+    assert verdict(Gap({1: 0.056, 2: 0.079}), "equal", 0.06) == "not decided"
     assert verdict(Gap({1: 0.07, 2: 0.072, 3: 0.071, 4: 0.07}), "equal", 0.065) == "not held"
 
 
@@ -198,7 +198,7 @@ def test_one_seed_of_another_size_decides_nothing() -> None:
     for loss, says in ((0.02, "not held, one seed"), (-0.02, "held, one seed")):
         assert verdict(Gap({3: loss}), "lower") == verdict(Gap({3: loss}), "lower", 0.0, "26M")
         assert verdict(Gap({3: loss}), "lower") == says
-        assert verdict(Gap({3: loss}), "lower", 0.0, "3M") == "not told"
+        assert verdict(Gap({3: loss}), "lower", 0.0, "3M") == "not decided"
     assert verdict(Gap({1: 0.02, 2: 0.021}), "lower", 0.0, "3M") == "not held"
 
 
@@ -207,6 +207,8 @@ def test_the_interval_of_few_seeds_decides_nothing(seeds: int) -> None:
     """The mistake: two or three seeds below the figure of a claim count as a whole interval."""
     few, far = Gap(dict.fromkeys(range(seeds), 0.014)), Gap(dict.fromkeys(range(seeds), 0.009))
     assert few.interval is not None and few.interval[1] <= 0.02
-    assert verdict(few, "equal", 0.02) == "not told"  # NOISE is larger than the distance of 0.006
+    assert (
+        verdict(few, "equal", 0.02) == "not decided"
+    )  # NOISE is larger than the distance of 0.006
     assert verdict(far, "equal", 0.02) == "held"  # by more than NOISE, with no spread
     assert verdict(Gap(dict.fromkeys(range(4), 0.014)), "equal", 0.02) == "held"

@@ -309,10 +309,10 @@ def test_bits_are_those_of_formats() -> None:
 def test_the_speed_by_phases_is_that_of_the_mean_time(monkeypatch: pytest.MonkeyPatch) -> None:
     first = "benchmarks/study/candidates/fp8-ends.yaml"
     rows = [
-        {"name": "bf16", "ms": 100.0, "tokens/s": 10.0},
-        {"name": "tetrajet", "ms": 50.0, "tokens/s": 20.0},
-        {"name": "fp8", "ms": 75.0, "tokens/s": 13.3},
-        {"name": OWN["tetrajet-fp8"], "ms": 2.0, "tokens/s": 500.0},  # of one phase
+        {"name": "bf16", "ms": 100.0, "tokens/s": 10.0, "peak_gib": 3.0},
+        {"name": "tetrajet", "ms": 50.0, "tokens/s": 20.0, "peak_gib": 1.0},
+        {"name": "fp8", "ms": 75.0, "tokens/s": 13.3, "peak_gib": 2.0},
+        {"name": OWN["tetrajet-fp8"], "ms": 2.0, "tokens/s": 500.0, "peak_gib": 9.0},  # a phase
     ]
     monkeypatch.setattr(recipe_facts, "_result", lambda name: {"rows": rows})
     found = step_of(candidate("tetrajet-then-fp8"))
@@ -320,9 +320,10 @@ def test_the_speed_by_phases_is_that_of_the_mean_time(monkeypatch: pytest.Monkey
     assert found.ratio == pytest.approx(100 / (0.8 * 50 + 0.2 * 75))
     assert found.tokens == pytest.approx(10 * found.ratio)
     assert step_of("tetrajet-fp8") is None  # its first part is not there
-    rows.append({"name": first, "ms": 60.0, "tokens/s": 16.7})
+    rows.append({"name": first, "ms": 60.0, "tokens/s": 16.7, "peak_gib": 1.5})
     own = step_of("tetrajet-fp8")
     assert own is not None and own.ratio == pytest.approx(100 / (0.8 * 60 + 0.2 * 75))
+    assert (own.peak, found.peak) == (2.0, 2.0)  # that of `fp8`, the last phase of both
     alone = step_of(first)
     assert alone is not None and alone.tokens == 16.7 and not alone.by_phases
     assert step_of("mxfp4") is None

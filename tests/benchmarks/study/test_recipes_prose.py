@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 
 import pytest
+from scipy.stats import t as student
 
-from benchmarks.study import comparison, recipe_facts, recipes_page, tables
-from benchmarks.study.gaps import Gap, gap, paired
+from benchmarks.study import comparison, equal_time, recipe_facts, recipes_page, tables
+from benchmarks.study.equal_time import ratio_of as ratio
+from benchmarks.study.gaps import Gap, cell_of, gap, paired
 from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import held_out_gaps
 from benchmarks.study.sizes import SIZES
+from megatron_fp4 import list_recipes
 from megatron_fp4.estimate.plans import recipe_named
 from tests.benchmarks.study.prose import ROOT, linears, prose, recipes_prose, rows_of
 
@@ -58,9 +62,13 @@ def test_the_own_recipe_gains_in_its_phase() -> None:
     end = gap(FOUND.rows, FOUND.cells[0], *names[:2])
     assert end is not None and end.verdict == "within the spread"
     assert len(end.by_seed) == 5 and max(end.by_seed.values()) < 0
+    below = [-each for each in end.by_seed.values()]
+    half = float(student.ppf(0.975, 4)) * statistics.stdev(below) / math.sqrt(5)
+    mean = statistics.mean(below)
     assert (
-        f"All five seeds are below `four-over-six`, but their mean ({-end.mean:.3f}) is no larger "
-        "than their spread"
+        f"With each of the five seeds `tetrajet-fp8` ends lower, by {mean:.3f} on average "
+        f"({mean - half:.3f} to {mean + half:.3f}, Student's 95% interval). The tables still say "
+        f"within the spread, since the spread of the five is {end.spread:.3f} too."
     ) in recipes_prose()
 
 
@@ -155,6 +163,77 @@ def test_how_much_slower_fp8_is() -> None:
     assert (
         f"Take `fp8` where a lower loss is worth steps that take {share:.0%} longer: it ends"
     ) in recipes_prose()
+
+
+def test_after_the_same_time() -> None:
+    page, table = recipes_prose(), equal_time.equal_time_table(FOUND)
+    lines = {line.split(" | ")[0].strip("| `"): line.split(" | ") for line in table[2:]}
+    needs = {name: [line[3], line[6].strip(" |")] for name, line in lines.items()}
+    assert set(needs) == set(list_recipes())
+    [short] = [
+        row["held_out"][-1][1]
+        for row in rows_of("one-epoch")
+        if (row["configuration"]["recipe"], row["configuration"]["size"]) == (BF16, "26M")
+    ]
+    [(long, tokens)] = [
+        (row["held_out"][-1][1], row["configuration"]["steps"] / 723)
+        for row in FOUND.rows
+        if cell_of(row) == FOUND.cells[0]
+        and (row["configuration"]["recipe"], row["configuration"]["seed"]) == (BF16, 1)
+    ]
+    here = (short - long) / math.log2(tokens)
+    assert f"d is {here:.3f} at 26M: BF16's held-out loss after 95M and 200M tokens" in page
+
+    def fit(tokens: float) -> float:
+        return 410.7 * (tokens**-0.28 - (2 * tokens) ** -0.28)
+
+    billions, trillions = fit(2e10), fit(1e12)
+    said = f"it is {billions:.3f} from 20B to 40B tokens, and {trillions:.3f} from 1T to 2T."
+    assert said in page
+
+    def leads(name: str, of: int, d: float) -> bool:
+        """What a cell says of d."""
+        words = needs[name][of]
+        return words == "always" or (
+            words != "never" and d > float(words.removeprefix("is above "))
+        )
+
+    fast = {name for name in needs if needs[name][0] != "never"}
+    assert {n for n in fast if leads(n, 0, here)} == fast == {n for n in needs if ratio(n) > 1}
+    assert leads("fp8", 0, trillions) and not leads("tetrajet-fp8", 0, trillions)
+    assert leads("tetrajet-fp8", 0, billions)
+    assert {n for n in fast - {"fp8"} if leads(n, 1, here)} == {"tetrajet-fp8"}
+    own = gap(FOUND.rows, FOUND.cells[0], "tetrajet-fp8", "fp8")
+    assert own is not None
+    # "About equal": by less than 0.01.
+    assert abs(own.mean - here * math.log2(ratio("tetrajet-fp8") / ratio("fp8"))) < 0.01
+    assert not any(leads(n, 1, billions) for n in fast - {"fp8"})
+
+
+@pytest.mark.parametrize(
+    ("loss", "speed", "words"),
+    [
+        (0.02, 2.0, "is above 0.020"),
+        (0.02, 4.0, "is above 0.010"),
+        (0.02, 0.5, "never"),
+        (0.02, 1.0, "never"),
+        (-0.02, 2.0, "always"),
+        (-0.02, 1.0, "always"),
+        (-0.02, 0.5, "is below 0.020"),
+        (0.0, 0.5, "never"),
+        (0.0, 2.0, "always"),
+    ],
+)
+def test_where_a_recipe_is_ahead(loss: float, speed: float, words: str) -> None:
+    """By the definition: the loss after the same time is loss - d log2(speed) above the other's."""
+    assert equal_time.ahead(loss, speed) == words
+    for d in (0.001, 0.015, 0.025, 0.1):
+        after = loss - d * math.log2(speed)
+        if words in ("always", "never"):
+            assert (after < 0) == (words == "always")
+        else:
+            side, edge = words.split()[1:]
+            assert (after < 0) == (d > float(edge) if side == "above" else d < float(edge))
 
 
 def test_the_rounding_seeds_of_one_matrix() -> None:
