@@ -170,8 +170,10 @@ def test_larger_models_that_read_the_text_once() -> None:
         f"`{OWN}` and `fp8` end {own:.3f} above BF16 and `tetrajet` {plain:.3f} (one seed).",
     ):
         assert text in RECIPES_PAGE, text
-    says = f"`{OWN}` ends {own:.3f} above BF16 there, and `tetrajet` {plain:.3f} (one seed)."
-    assert says in prose("README.md")
+    assert (
+        f"`fp8` and `{OWN}` end {own:.3f} above BF16 and `tetrajet` {plain:.3f}, which one seed "
+        "does not tell apart."
+    ) in prose("README.md")
     assert "gaps in training loss, which are within 0.004 of these" in STUDY_PAGE
 
 
