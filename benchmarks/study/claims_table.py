@@ -6,11 +6,11 @@ from pathlib import Path
 
 from benchmarks.study import tables
 from benchmarks.study.claims import CLAIMS, SPACE
+from benchmarks.study.committed import RESULTS, earlier_numerics, runs_of_study
+from benchmarks.study.errors import StudyError
 from benchmarks.study.gap_words import NOT_RUN, gap_and_seeds, label
-from benchmarks.study.gaps import Cell, gap
+from benchmarks.study.gaps import Cell, cell_of, gap
 from benchmarks.study.papers import PAPERS
-from benchmarks.study.recipe_facts import RESULTS
-from benchmarks.study.small_models import earlier_numerics, runs_of_study
 from benchmarks.study.verdicts import Claim, Pair, effect_of, verdict, verdict_of_effect
 from tools.pages import table
 from tools.rows import Row
@@ -69,17 +69,22 @@ def place_of(rows: list[Row], first: Cell, pair: Pair) -> tuple[str, list[Row], 
 
     Returns (words, runs, cell). words: as in "`recipes-3M`, 3M, 25M tokens, rate 0.0015"; of a
     study without runs its name alone. runs: the finished ones of the study. cell: that of its
-    longest runs with the pair's learning rate; None of a study without runs.
+    longest runs of the newest numerics version with the pair's learning rate; None of a study
+    without runs. Raises StudyError if there are several.
     """
     if not pair.study:
         return label(first), rows, first
     own, _ = runs_of_study(pair.study)
     cells = [cell for cell in tables.cells(own) if pair.rate in (None, cell.learning_rate)]
-    study = f"[`{pair.study}`](study.md#run-a-matrix){earlier_numerics(own)}"
+    study = f"[`{pair.study}`](study.md#run-a-matrix)"
     if not cells:  # no run of the study has finished
         return study, own, None
-    longest = max(cells, key=lambda cell: cell.steps)
-    return f"{study}, {label(longest)}", own, longest
+    last = max((cell.numerics, cell.steps) for cell in cells)
+    longest, *others = [cell for cell in cells if (cell.numerics, cell.steps) == last]
+    if others:
+        raise StudyError(f"a claim on {pair.recipe} names one of several cells of {pair.study}")
+    of_it = [row for row in own if cell_of(row) == longest]
+    return f"{study}{earlier_numerics(of_it)}, {label(longest)}", own, longest
 
 
 def _short(entry: str) -> str:

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.study import matrix, results, showing, tables
+from benchmarks.study.committed import RESULTS
+from benchmarks.study.entries import BF16
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap
-from benchmarks.study.matrix import BF16
-from benchmarks.study.recipe_facts import RESULTS
 from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.sizes import SIZES
 from megatron_fp4 import list_recipes

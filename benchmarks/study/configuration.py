@@ -4,11 +4,13 @@ import hashlib
 import json
 from typing import Any
 
-from benchmarks.study.matrix import Matrix, Point, is_bf16, recipe_of
+from benchmarks.study.entries import is_bf16, read_entry, recipe_of
+from benchmarks.study.matrix import Matrix, Point
 from benchmarks.study.sizes import SIZES
+from megatron_fp4 import Recipe
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
+from megatron_fp4.errors import ConfigError
 from megatron_fp4.recipes import content
-from megatron_fp4.recipes.registry import SUFFIXES
 from tools import runs
 
 
@@ -45,9 +47,37 @@ def configuration(matrix: Matrix, point: Point, text: dict[str, Any]) -> dict[st
 
 def _content(entry: str) -> dict[str, Any]:
     """The fields of an entry's recipe if it is a file; {} of one that has a name."""
-    if not entry.split()[0].partition(",")[0].endswith(SUFFIXES):
-        return {}
-    return content.fields_of(content.write(recipe_of(entry)))
+    return _fields(recipe_of(entry)) if read_entry(entry).is_file else {}
+
+
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    """All fields of a recipe, as JSON has them."""
+    return content.fields_of(content.write(recipe))
+
+
+def of_this_version(configuration: dict[str, Any]) -> dict[str, Any]:
+    """A recorded configuration as `configuration` makes it today.
+
+    The recipe of a file is recorded by its fields. An earlier version of the package may have had
+    fewer, whose defaults are the same recipe. Fields that this version cannot read stay as they
+    are.
+    """
+    found = dict(configuration)
+    if "recipe_fields" in found:
+        found["recipe_fields"] = _fields_of_this_version(found["recipe_fields"])
+    if "evaluate_in" in found:
+        found["evaluate_in"] = {
+            entry: _fields_of_this_version(fields) if fields else fields
+            for entry, fields in found["evaluate_in"].items()
+        }
+    return found
+
+
+def _fields_of_this_version(fields: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return _fields(content.read(json.dumps(fields)))
+    except ConfigError:
+        return fields
 
 
 def hash_of(configuration: dict[str, Any]) -> str:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 
 from benchmarks.study.comparison import Comparison
+from benchmarks.study.entries import BF16, recipe_of
 from benchmarks.study.gaps import gap
-from benchmarks.study.matrix import BF16, recipe_of
 from benchmarks.study.recipe_facts import step_of
-from megatron_fp4.estimate.plans import BF16 as UNQUANTIZED
 from tools.pages import table
 
 OTHERS = [BF16, "fp8"]  # what the recipes are compared with
@@ -49,8 +48,7 @@ def _against_all(found: Comparison, name: str) -> list[str]:
 
 def ratio_of(name: str) -> float:
     """The measured speed of a step of a recipe of a matrix, in times of BF16's."""
-    recipe = UNQUANTIZED if name == BF16 else recipe_of(name)
-    found = step_of(name, recipe)
+    found = step_of(name, recipe_of(name))
     assert found is not None
     return found.ratio
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.configuration import hash_of
-from benchmarks.study.matrix import is_bf16
+from benchmarks.study.entries import is_bf16
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.metrics import records
 from megatron_fp4.metrics.weights import window

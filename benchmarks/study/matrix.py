@@ -12,26 +12,22 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.study.entries import BF16, is_bf16, read_entry, recipe_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.sizes import SIZES
-from megatron_fp4 import Recipe, get_recipe
 from megatron_fp4.errors import ConfigError
 from megatron_fp4.mcore.data.errors import DataError
-from megatron_fp4.recipes import read_options
 from tools import runs
 from tools.installed_text import Text
 
-BF16 = "bf16"
 FOLDER = Path(__file__).parent
 
 
 class Point(NamedTuple):
     """A point of a matrix, which is one run.
 
-    recipe: a recipe's name, perhaps with options ("tetrajet-ema,ema_share=0.02"), or BF16; then
-    further flags may follow ("tetrajet --fp4-grad-comm fp8"). size: a name of SIZES. seed: of
-    weights and of the order of the data. rounding_seed: of the random bits of FP4; None for BF16,
-    which has none.
+    recipe: an entry. size: a name of SIZES. seed: of weights and of the order of the data.
+    rounding_seed: of the random bits of FP4; None for BF16, which has none.
     """
 
     recipe: str
@@ -43,18 +39,11 @@ class Point(NamedTuple):
 
     def flags(self) -> list[str]:
         """The flags of the recipe."""
-        recipe, *further = self.recipe.split()
-        if is_bf16(self.recipe):
-            return further
-        return [*runs.recipe_flags(recipe), "--fp4-seed", str(self.rounding_seed), *further]
-
-
-def is_bf16(recipe: str) -> bool:
-    """Whether an entry of a matrix, as in `Point.recipe`, trains without a recipe.
-
-    Its first word is then BF16; flags may follow.
-    """
-    return recipe.split()[0] == BF16
+        entry = read_entry(self.recipe)
+        if entry.is_bf16:
+            return [*entry.flags]
+        recipe = runs.recipe_flags(self.recipe.split()[0])
+        return [*recipe, "--fp4-seed", str(self.rounding_seed), *entry.flags]
 
 
 def ranks_of_model(flags: Sequence[str]) -> int:
@@ -150,32 +139,65 @@ def read(given: str) -> Matrix:
 
 
 def _matrix(name: str, found: Any) -> Matrix:
+    if isinstance(found, dict) and "name" in found:
+        raise StudyError("the matrix has no key name: its file's name is its name")
     values = _checked("the matrix", Matrix, found, name=name)
     amounts = _checked("text", Text, values["text"])
-    numbers = {key: values.get(key, 0) for key in ("metrics_interval", "ranks")}
-    for key, value in (amounts | numbers).items():
+    for key, value in amounts.items():
         if not isinstance(value, int | float):
             raise StudyError(f"{key} is a number, not {value!r}")
     text = Text(**amounts)
     _ = text.options  # out of range: DataError
+    for key in ("metrics_interval", "ranks"):
+        if type(number := values.get(key, 0)) is not int or number < 0:
+            raise StudyError(f"{key} is an integer from 0 on, not {number!r}")
+    for key in ("what", "flags"):
+        if not isinstance(values.get(key, ""), str):
+            raise StudyError(f"{key} is a text, not {values[key]!r}")
     if not isinstance(values["runs"], list):
         raise StudyError("runs is a list of blocks")
     for key in ("against", "evaluate_in"):
-        if not isinstance(values.get(key, []), list):
-            raise StudyError(f"{key} is a list, such as [{values[key]}]")
+        _check_entries(key, values.get(key, []))
     matrix = Matrix(**values | {"text": text, "runs": [_block(each) for each in values["runs"]]})
-    for point in matrix.points():
-        ranks_of_model([*point.recipe.split()[1:], *matrix.flags.split()])
-    for recipe in matrix.evaluate_in:
-        if len(recipe.split()) > 1:
-            raise StudyError(f"evaluate_in: {recipe} has flags, and takes a recipe alone")
-    entries = [*matrix.against, *matrix.evaluate_in, *(point.recipe for point in matrix.points())]
-    for recipe in dict.fromkeys(entries):
-        if not is_bf16(recipe):
-            recipe_of(recipe)
+    _check_points(matrix)
+    _check_evaluations(matrix)
     if "against" in values:
         _check_against(matrix)
     return matrix
+
+
+def _check_entries(key: str, found: Any) -> None:
+    """Raises StudyError if `found` is no list of entries."""
+    if not isinstance(found, list):
+        raise StudyError(f"{key} is a list, such as [{found}]")
+    for each in found:
+        if not isinstance(each, str) or not each.split():
+            raise StudyError(f"{key}: {each!r} is no recipe: give a name, a recipe file or {BF16}")
+
+
+def _check_points(matrix: Matrix) -> None:
+    """Raises StudyError for flags that divide a model wrongly and for ranks that do not divide a
+    batch, and ConfigError for a recipe that does not exist."""
+    for point in matrix.points():
+        ranks_of_model([*read_entry(point.recipe).flags, *matrix.flags.split()])
+        if (batch := SIZES[point.size].batch) % max(matrix.ranks, 1):
+            raise StudyError(
+                f"ranks: {matrix.ranks} do not divide the batch of {point.size}, which has {batch} "
+                "sequences"
+            )
+    entries = [*matrix.against, *matrix.evaluate_in, *(point.recipe for point in matrix.points())]
+    for entry in dict.fromkeys(entries):
+        recipe_of(entry)
+
+
+def _check_evaluations(matrix: Matrix) -> None:
+    """Raises StudyError if an entry of `evaluate_in` has flags, or the evaluations have nothing to
+    be compared with."""
+    for recipe in matrix.evaluate_in:
+        if read_entry(recipe).flags:
+            raise StudyError(f"evaluate_in: {recipe} has flags, and takes a recipe alone")
+    if matrix.evaluate_in and BF16 not in matrix.evaluate_in:
+        raise StudyError(f"evaluate_in needs {BF16}, which the others are compared with: add it")
 
 
 def _check_against(matrix: Matrix) -> None:
@@ -197,17 +219,20 @@ def _block(found: Any) -> Block:
             raise StudyError(f"runs: {key} is a list, such as [{each}]")
         if not each:
             raise StudyError(f"runs: {key} is empty: give one value or more")
+    _check_entries("runs: recipes", values["recipes"])
     for key in ("steps", "seeds", "rounding_seeds"):
         if wrong := [each for each in values.get(key, []) if type(each) is not int]:
             raise StudyError(f"runs: {wrong[0]} in {key} is no integer")
     if any(each < 1 for each in values["steps"]):
         raise StudyError("runs: steps are 1 or more")
-    if unknown := [size for size in values["sizes"] if size not in SIZES]:
+    if unknown := [size for size in values["sizes"] if size not in [*SIZES]]:
         raise StudyError(f"runs: no size is called {unknown[0]}; there are {', '.join(SIZES)}")
     try:  # YAML 1.1 reads 2e-3, without a point, as text
         rates = [float(rate) for rate in values["learning_rates"]]
     except (TypeError, ValueError) as error:
         raise StudyError(f"runs: a learning rate is no number: {error}") from error
+    if wrong := [rate for rate in rates if not 0 < rate < math.inf]:
+        raise StudyError(f"runs: {wrong[0]} is no learning rate: give a number above 0")
     return Block(**values | {"learning_rates": rates})
 
 
@@ -223,12 +248,3 @@ def _checked(where: str, kind: Any, found: Any, **given: Any) -> dict[str, Any]:
     if missing := [key for key in needed if key not in values]:
         raise StudyError(f"{where} needs the key {missing[0]}")
     return values
-
-
-def recipe_of(entry: str) -> Recipe:
-    """The recipe of an entry of a matrix, as in `Point.recipe`, that is not BF16.
-
-    Raises ConfigError if there is no such recipe or option.
-    """
-    name, *options = entry.split()[0].split(",")
-    return get_recipe(name, **read_options(options))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study.entries import BF16
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Cell, gap, runs_of
-from benchmarks.study.matrix import BF16
 from benchmarks.study.tables import cells, recipes
 from tools.rows import Row
 
@@ -153,10 +153,11 @@ def _norms(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
 
 
 def _rates(rows: list[Row], cell: Cell, recipe: str) -> list[Series]:
-    own = [row for row in runs_of(rows, cell, recipe) if row["metrics"]]
-    return _means_by_seed(
-        (r["configuration"]["seed"], r["metrics"]["weight"]["r_quantized"]) for r in own
-    )
+    found = [
+        (row["configuration"]["seed"], row["metrics"].get("weight", {}).get("r_quantized"))
+        for row in runs_of(rows, cell, recipe)
+    ]
+    return _means_by_seed((seed, rates) for seed, rates in found if rates)
 
 
 def _means_by_seed(series: Iterable[tuple[int, Series]]) -> list[Series]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.study.matrix import BF16, recipe_of
+from benchmarks.study.committed import RESULTS
+from benchmarks.study.entries import BF16, recipe_of
 from megatron_fp4 import Recipe
 from megatron_fp4.description import describe, place_of
 from megatron_fp4.plan.compiler import compile_plan
@@ -19,7 +19,6 @@ from megatron_fp4.plan.owned_codes import reader_of_w
 from megatron_fp4.setting import Setting
 from megatron_fp4.target import gpu_named
 
-RESULTS = Path(__file__).parents[1] / "results"
 # Of steps on one H200, all in one run.
 STEPS = "recipes-step"
 LINEARS = "linear-formats"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.study import comparison, matrix, tables
+from benchmarks.study import comparison, tables
 from benchmarks.study.claims_table import claims_table
 from benchmarks.study.comparison import Comparison
+from benchmarks.study.entries import BF16, recipe_of
 from benchmarks.study.equal_time import equal_time_table
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gap_words import gap_and_seeds, label, loss_cells, perplexity, seeds_of
 from benchmarks.study.gaps import Cell
-from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import Series, draw_over_tokens, held_out_gaps, mean
 from benchmarks.study.recipe_facts import LINEARS, STEPS, Bits, bits, linear_of, step_of
 from benchmarks.study.recipe_facts import words as words_of
@@ -19,7 +19,6 @@ from benchmarks.study.repeated_text import repeated_table
 from benchmarks.study.sizes import SIZES
 from benchmarks.study.small_models import small_table
 from megatron_fp4 import Recipe
-from megatron_fp4.estimate.plans import BF16 as UNQUANTIZED
 from tools import pages
 from tools.pages import table
 
@@ -82,7 +81,7 @@ def loss_table(found: Comparison, names: list[str], up: str) -> list[str]:
         if name == BF16:
             line = [f"`{BF16}`", "", "0", "1", ""]
         line += _in_cells(found, name, later)
-        body.append([*line, *speed(name, up), *_bits(_recipe(name))])
+        body.append([*line, *speed(name, up), *_bits(recipe_of(name))])
     return table(heads, body)
 
 
@@ -111,15 +110,9 @@ def _in_cells(found: Comparison, name: str, cells: list[Cell]) -> list[str]:
     return [w for g in gaps for w in (gap_and_seeds(g), "" if g is None else perplexity(g))]
 
 
-def _recipe(name: str) -> Recipe:
-    """The recipe by which a row of the tables is described. name: an entry of a matrix, or BF16,
-    whose recipe quantizes nothing."""
-    return UNQUANTIZED if name == BF16 else matrix.recipe_of(name)
-
-
 def words_table(names: list[str], up: str) -> list[str]:
     """What each recipe quantizes. up: see `speed`."""
-    body = [[_linked(name, up), *words_of(_recipe(name))] for name in names]
+    body = [[_linked(name, up), *words_of(recipe_of(name))] for name in names]
     return table(["recipe", "fprop", "dgrad", "wgrad", "besides"], body)
 
 
@@ -132,7 +125,7 @@ def speed(name: str, up: str) -> list[str]:
     the root of the repository, such as "../", for the link.
     """
     results = f"{up}benchmarks/results"
-    if (step := step_of(name, _recipe(name))) is not None:
+    if (step := step_of(name, recipe_of(name))) is not None:
         phases = " by phases" if step.by_phases else ""
         return [
             f"[{step.ratio:.2f}]({results}/{STEPS}.json){phases}",

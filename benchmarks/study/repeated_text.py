@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from benchmarks.study import tables
+from benchmarks.study.committed import runs_of_study
 from benchmarks.study.comparison import Comparison
+from benchmarks.study.entries import BF16
 from benchmarks.study.gap_words import gap_words, tokens
 from benchmarks.study.gaps import Cell, gap, runs_of, training
-from benchmarks.study.matrix import BF16
 from benchmarks.study.sizes import SIZES
-from benchmarks.study.small_models import runs_of_study
 from tools.pages import table
 from tools.rows import Row
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from benchmarks.study.configuration import hash_of, of_this_version
 from benchmarks.study.errors import StudyError
 from tools import rows
 from tools.rows import Row
@@ -10,11 +11,17 @@ MOST_FAILURES = 2  # a run that failed so often is not tried again
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a result file (`rows.read`). Raises StudyError if a line is not a row."""
+    """The rows of a result file (`rows.read`), with their configurations `of_this_version` and the
+    hashes of these. Raises StudyError if a line is not a row."""
     try:
-        return rows.read(path, {"hash", "status", "configuration"})
+        found = rows.read(path, {"hash", "status", "configuration"})
     except ValueError as error:
         raise StudyError(str(error)) from error
+    today = [of_this_version(row["configuration"]) for row in found]
+    return [
+        row | {"configuration": own, "hash": hash_of(own)}
+        for row, own in zip(found, today, strict=True)
+    ]
 
 
 def finished(found: list[Row]) -> dict[str, Row]:

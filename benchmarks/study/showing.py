@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.study import results, tables
 from benchmarks.study.configuration import configuration, point_of
@@ -16,8 +17,8 @@ from tools.rows import Row
 def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """(finished, failed) runs of the matrix, of a result file that may have other runs too.
 
-    Runs with other flags than the matrix has now do not count. Of several runs of a point, as of
-    two numerics versions, the last counts.
+    Runs with other flags than the matrix has now do not count, nor those of a recipe file that had
+    other fields. Of several runs of a point, as of two numerics versions, the last counts.
     """
     points = set(matrix.points())
 
@@ -25,7 +26,7 @@ def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
         found = {}
         for row in runs.values():
             point = point_of(row["configuration"])
-            if point in points and _has_the_flags(matrix, point, row):
+            if point in points and _is_trained_as_now(matrix, point, row):
                 found[point] = row
         return found
 
@@ -33,19 +34,20 @@ def rows_of(matrix: Matrix, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     return [*finished.values()], [row for point, row in failed.items() if point not in finished]
 
 
-def _has_the_flags(matrix: Matrix, point: Point, row: Row) -> bool:
-    """Whether a run was launched with the flags and ranks that the matrix has for its point."""
-    now, own = configuration(matrix, point, row["text"]), row["configuration"]
-    return all(own.get(key) == now.get(key) for key in ("flags", "ranks"))
+def _is_trained_as_now(matrix: Matrix, point: Point, row: Row) -> bool:
+    """Whether the matrix would train the run of its point so, but for the numerics version."""
+
+    def training(of: dict[str, Any]) -> dict[str, Any]:
+        return {key: of[key] for key in of if key not in ("numerics", "evaluate_in")}
+
+    return training(configuration(matrix, point, row["text"])) == training(row["configuration"])
 
 
 def section(matrix: Matrix, rows: list[Row]) -> str:
     """All tables, as Markdown. Raises StudyError if no run of the matrix has finished."""
     finished, failed = rows_of(matrix, rows)
     if not finished:
-        raise StudyError(
-            f"no run of {matrix.name} has finished: python -m benchmarks.study run {matrix.name}"
-        )
+        raise StudyError(f"no run of {matrix.name} has finished: `run` trains what is left")
     window = tables.window(finished, matrix.metrics_interval)
     parts = [
         [
@@ -83,6 +85,8 @@ def show(matrix: Matrix, path: Path, page: Path | None, pictures: Path | None) -
 
     path: of the results. Raises StudyError.
     """
+    if not path.exists():
+        raise StudyError(f"{path} does not exist: `run` writes it, or give another with --results")
     rows = results.read(path)
     found = section(matrix, rows)
     if page is None:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.study.entries import BF16
 from benchmarks.study.gap_words import gap_words
 from benchmarks.study.gaps import (
-    LEVEL,
     Cell,
     cell_of,
     evaluated_in,
@@ -19,7 +19,6 @@ from benchmarks.study.gaps import (
     runs_of,
     spread,
 )
-from benchmarks.study.matrix import BF16
 from benchmarks.study.running import named
 from benchmarks.study.sizes import SIZES
 from megatron_fp4.metrics.weights import WINDOW
@@ -65,7 +64,7 @@ def gap_table(rows: list[Row], against: str) -> list[str]:
     heads = [
         *_PLACE,
         f"minus `{against}`",
-        f"{LEVEL:.0%} interval",
+        "bootstrap interval",
         "perplexity ratio",
         "spread of seeds",
         "the mean is",
@@ -126,7 +125,7 @@ def oscillation_table(rows: list[Row], window: int) -> list[str]:
         own = [row for row in runs_of(rows, cell, recipe) if row["metrics"]]
         if own:
             seeds = len({row["configuration"]["seed"] for row in own})
-            paper = PAPER.get(recipe.partition(",")[0])
+            paper = PAPER.get(recipe)
             numbers = [
                 _mean(own, "r", ".4f"),
                 _mean(own, "r_quantized", ".4f"),

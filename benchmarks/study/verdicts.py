@@ -53,8 +53,9 @@ class Claim:
         docs/design-space.md, of the column of `stage`.
     expects: what the paper says of the difference: "lower", "higher", or "equal", none above
         `most`, which is what the paper itself saw.
-    seen: what else is to be said. Without `pair` and `effects` it is what `page` says.
-    verdict: what follows, where it is not that of `pair`, or that of each of `effects`.
+    seen: what else is to be said of `effects`. Without `pair` and `effects` it is what `page` says.
+    verdict: what follows, where it is not that of each of `effects`; the verdict on a `pair` is
+        always computed.
     """
 
     paper: str
@@ -72,8 +73,8 @@ class Claim:
 def verdict(found: Gap, expects: Expected, most: float = 0.0, size: str = MEASURED_AT) -> str:
     """Whether a paper's claim held, in the words of the table: the first of these rules that fits.
 
-    - "held": the claim has a `most` above 0, there are ENOUGH seeds, and the whole 95% interval is
-      at or below `most`.
+    - "held": the claim has a `most` above 0, there are ENOUGH seeds, and the whole bootstrap
+      interval is at or below `most`.
     - "not decided": the mean differs from `most` by no more than the spread of the seeds. Of a
       claim of "equal" without a `most` it is then NO_DIFFERENCE.
     - "not decided": there are fewer seeds than ENOUGH, and the mean differs from `most` by less
@@ -88,10 +89,10 @@ def verdict(found: Gap, expects: Expected, most: float = 0.0, size: str = MEASUR
     """
     seeds = len(found.by_seed)
     enough = seeds >= ENOUGH
-    if most and enough and found.interval is not None and found.interval[1] <= most:
-        return "held"
     sign = -1 if expects == "higher" else 1
     excess = Gap({seed: sign * gap - most for seed, gap in found.by_seed.items()})
+    if most and enough and excess.interval is not None and excess.interval[1] <= 0:
+        return "held"
     if excess.verdict == "within the spread":
         return NO_DIFFERENCE if expects == "equal" and not most else NOT_DECIDED
     near = not enough and abs(excess.mean) < NOISE

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.study import comparison, matrix, tables
 from benchmarks.study.claims_of_parts import CLAIMS_OF_PARTS, LARGE, SMALL
+from benchmarks.study.entries import BF16
 from benchmarks.study.gaps import gap
-from benchmarks.study.matrix import BF16
 from benchmarks.study.recipe_paths import ablation, candidate
 from benchmarks.study.verdicts import NOISE
 from tests.benchmarks.study.prose import prose, rows_of

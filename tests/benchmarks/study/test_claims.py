@@ -5,16 +5,29 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.study import claims_table, tables
 from benchmarks.study.claims import CLAIMS, SPACE
-from benchmarks.study.claims_table import seen_of_effects
+from benchmarks.study.claims_table import place_of, seen_of_effects
+from benchmarks.study.committed import runs_of_study
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import ENOUGH, Gap
 from benchmarks.study.papers import PAPERS
-from benchmarks.study.verdicts import NOISE, Claim, Effect, effect_of, verdict, verdict_of_effect
+from benchmarks.study.verdicts import (
+    NOISE,
+    Claim,
+    Effect,
+    Expected,
+    Pair,
+    effect_of,
+    verdict,
+    verdict_of_effect,
+)
 from tests.benchmarks.study.prose import recipes_prose
+from tools.rows import Row
 from tools.sweep import __main__, llama, page, promotion, results
 from tools.sweep.axes import Combination
 from tools.sweep.findings import FINDINGS, Finding, summary, verdict_of
@@ -23,6 +36,7 @@ from tools.sweep.words import WORDS, Word
 
 DOCS = Path(__file__).parents[3] / "docs"
 SPACE_TEXT = (DOCS / SPACE).read_text()
+KINDS: list[Expected] = ["lower", "higher", "equal"]
 OF_EFFECTS = [claim for claim in CLAIMS if claim.effects]
 Change = MainEffect | Word | Finding
 Scores = dict[Combination, float]
@@ -145,7 +159,7 @@ def test_the_legend_has_the_numbers_of_seeds() -> None:
     text = recipes_prose()
     assert (ENOUGH, NOISE) == (4, 0.01)
     for said in (
-        "From four seeds on its 95% interval by bootstrap follows, as (a to b). Of two or three ",
+        "From four seeds on its bootstrap interval follows, as (a to b). Of two or three ",
         "below 0.01 with one to three seeds, or of one seed at another size than 26M. Of a claim ",
         "With four or more seeds such a claim also held if the whole interval is at or below",
     ):
@@ -164,20 +178,54 @@ def test_figures_of_claims_that_refer_to_a_page_are_on_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_seed", "lower", "equal"),
+    ("by_seed", "lower", "higher", "equal"),
     [
-        ({1: -0.02, 2: -0.03}, "held", "held"),
-        ({1: 0.02, 2: 0.03}, "not held", "not held"),
-        ({1: -0.02, 2: 0.03}, "not decided", "no difference above the spread"),
-        ({1: -0.007, 2: -0.0071}, "not decided", "not decided"),
-        ({1: -0.007, 2: -0.0071, 3: -0.007}, "not decided", "not decided"),
-        ({1: -0.007, 2: -0.0071, 3: -0.007, 4: -0.007}, "held", "held"),
-        ({1: 0.009}, "not decided", "not decided"),
-        ({1: 0.02}, "not held, one seed", "not held, one seed"),
+        ({1: -0.02, 2: -0.03}, "held", "not held", "held"),
+        ({1: 0.02, 2: 0.03}, "not held", "held", "not held"),
+        ({1: -0.02, 2: 0.03}, "not decided", "not decided", "no difference above the spread"),
+        ({1: -0.007, 2: -0.0071}, "not decided", "not decided", "not decided"),
+        ({1: -0.007, 2: -0.0071, 3: -0.007}, "not decided", "not decided", "not decided"),
+        ({1: -0.007, 2: -0.0071, 3: -0.007, 4: -0.007}, "held", "not held", "held"),
+        ({1: 0.009}, "not decided", "not decided", "not decided"),
+        ({1: 0.02}, "not held, one seed", "held, one seed", "not held, one seed"),
     ],
 )
-def test_the_verdict_of_a_claim(by_seed: dict[int, float], lower: str, equal: str) -> None:
-    assert [verdict(Gap(by_seed), expects) for expects in ("lower", "equal")] == [lower, equal]
+def test_the_verdict_of_a_claim(
+    by_seed: dict[int, float], lower: str, higher: str, equal: str
+) -> None:
+    expected = {"lower": lower, "higher": higher, "equal": equal}
+    assert {each: verdict(Gap(by_seed), each) for each in KINDS} == expected
+
+
+def test_the_interval_counts_in_the_direction_of_the_claim() -> None:
+    far = Gap({seed: -0.5 - seed / 1000 for seed in range(4)})
+    assert [verdict(far, each, 0.02) for each in KINDS] == ["held", "not held", "held"]
+
+
+def test_the_cell_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest runs of the newest numerics version, with the pair's learning rate."""
+    rows, study = runs_of_study("oscillation-3M")
+
+    def changed(row: Row, **values: Any) -> Row:
+        return row | {"configuration": row["configuration"] | values}
+
+    of_rate = [row for row in rows if row["configuration"]["learning_rate"] == 1e-3]
+    shorter = [changed(row, steps=10, numerics=3) for row in of_rate]
+    longer = [changed(row, steps=20, numerics=3) for row in of_rate]
+    first = tables.cells(rows)[0]
+    pair = Pair("tetrajet-ema", "tetrajet", "oscillation-3M", 1e-3)
+    for found, steps, numerics in (
+        (of_rate, max(row["configuration"]["steps"] for row in rows), 2),
+        (of_rate + shorter + longer, 20, 3),
+        (longer + shorter + of_rate, 20, 3),
+    ):
+        monkeypatch.setattr(claims_table, "runs_of_study", lambda name, own=found: (own, study))
+        words, own, cell = place_of(rows, first, pair)
+        assert cell is not None and (cell.steps, cell.numerics) == (steps, numerics)
+        assert own == found and ("numerics version 2" in words) == (numerics == 2)
+    monkeypatch.setattr(claims_table, "runs_of_study", lambda name: (rows, study))
+    with pytest.raises(StudyError, match="names one of several cells of oscillation-3M"):
+        place_of(rows, first, replace(pair, rate=None))
 
 
 def test_a_claim_may_allow_a_difference() -> None:
@@ -207,8 +255,6 @@ def test_the_interval_of_few_seeds_decides_nothing(seeds: int) -> None:
     """The mistake: two or three seeds below the figure of a claim count as a whole interval."""
     few, far = Gap(dict.fromkeys(range(seeds), 0.014)), Gap(dict.fromkeys(range(seeds), 0.009))
     assert few.interval is not None and few.interval[1] <= 0.02
-    assert (
-        verdict(few, "equal", 0.02) == "not decided"
-    )  # NOISE is larger than the distance of 0.006
+    assert verdict(few, "equal", 0.02) == "not decided"  # the distance is 0.006, below NOISE
     assert verdict(far, "equal", 0.02) == "held"  # by more than NOISE, with no spread
     assert verdict(Gap(dict.fromkeys(range(4), 0.014)), "equal", 0.02) == "held"

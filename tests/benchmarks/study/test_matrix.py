@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from benchmarks.study import matrix
-from benchmarks.study.configuration import configuration, hash_of, point_of
+from benchmarks.study.configuration import configuration, hash_of, of_this_version, point_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.matrix import Block, Matrix, Point
 from benchmarks.study.sizes import SIZES
@@ -55,6 +55,23 @@ def test_a_recipe_file_counts_by_its_content(tmp_path: Path) -> None:
     assert hash_of(plain) == hash_of(found("{base: tetrajet}\n"))
     assert hash_of(plain) != hash_of(found("base: mxfp4\n"))
     assert "recipe_fields" not in configuration(MATRIX, POINT, TEXT)
+
+
+def test_fields_that_an_earlier_version_did_not_have_are_those_of_this_one(tmp_path: Path) -> None:
+    """A finished run of a recipe file is found again when recipes have one field more."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("{base: tetrajet, estimator: {}}\n")
+    point, study = POINT._replace(recipe=str(path)), replace(MATRIX, evaluate_in=[str(path), "fp8"])
+    now = configuration(study, point, TEXT)
+    earlier = json.loads(json.dumps(now))
+    for fields in (earlier["recipe_fields"], earlier["evaluate_in"][str(path)]):
+        assert fields["estimator"].pop("scale_form")
+    assert hash_of(earlier) != hash_of(now) == hash_of(of_this_version(earlier))
+    other = json.loads(json.dumps(earlier))
+    other["recipe_fields"]["fprop"]["a"]["rule"] = "floor"
+    assert hash_of(of_this_version(other)) != hash_of(now)
+    later = now | {"recipe_fields": now["recipe_fields"] | {"a field of a later version": 1}}
+    assert of_this_version(later) == later
 
 
 def test_bf16_has_no_rounding_seeds() -> None:
@@ -121,8 +138,22 @@ def changed(**block: Any) -> dict[str, Any]:
         (GOOD | {"text": {"megabytes": 2}}, "text needs the key vocabulary"),
         (GOOD | {"text": {"megabytes": 2, "vocabulary": 2}}, "vocab-size 2: give a number from"),
         (GOOD | {"text": {"megabytes": "two", "vocabulary": 1024}}, "megabytes is a number"),
-        (GOOD | {"metrics_interval": "often"}, "metrics_interval is a number"),
-        (GOOD | {"ranks": "two"}, "ranks is a number"),
+        (GOOD | {"metrics_interval": "often"}, "metrics_interval is an integer from 0 on, not 'of"),
+        (GOOD | {"metrics_interval": 1.5}, "metrics_interval is an integer from 0 on, not 1.5"),
+        (GOOD | {"ranks": "two"}, "ranks is an integer from 0 on, not 'two'"),
+        (GOOD | {"ranks": -1}, "ranks is an integer from 0 on, not -1"),
+        (GOOD | {"ranks": 3}, "ranks: 3 do not divide the batch of tiny, which has 8 sequences"),
+        (GOOD | {"ranks": 16}, "ranks: 16 do not divide"),
+        (GOOD | {"flags": ["--a"]}, "flags is a text"),
+        (GOOD | {"name": "other"}, "the matrix has no key name: its file's name is its name"),
+        (changed(recipes=[4]), "runs: recipes: 4 is no recipe: give a name, a recipe file or bf16"),
+        (changed(recipes=[""]), "runs: recipes: '' is no recipe"),
+        (changed(recipes=["bf16,beta=1"]), "bf16 takes no options: leave out beta"),
+        (changed(sizes=[["tiny"]]), "no size is called"),
+        (changed(learning_rates=["nan"]), "nan is no learning rate: give a number above 0"),
+        (changed(learning_rates=[0]), "0.0 is no learning rate"),
+        (GOOD | {"evaluate_in": ["fp8"]}, "evaluate_in needs bf16, which the others are compared"),
+        (GOOD | {"evaluate_in": [8]}, "evaluate_in: 8 is no recipe"),
         (changed(recipes=["tetrajt --fp4-grad-comm fp8"]), "tetrajt"),
         (GOOD | {"against": "bf16"}, r"against is a list, such as \[bf16\]"),
         (changed(recipes=["bf16", "mxfp4"]) | {"against": ["tetrajet"]}, "a run of tetrajet: add"),

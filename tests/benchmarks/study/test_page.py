@@ -16,10 +16,12 @@ from benchmarks.study import matrix, pictures, results, showing, tables
 from benchmarks.study.__main__ import default_results, main
 from benchmarks.study.configuration import configuration, hash_of, point_of
 from benchmarks.study.errors import StudyError
-from benchmarks.study.gaps import gap, runs_of
+from benchmarks.study.gaps import cell_of, gap, runs_of
 from benchmarks.study.matrix import Point
 from benchmarks.study.sizes import SIZES
+from megatron_fp4.arithmetic.formats import NUMERICS_VERSION
 from tests.benchmarks.study.prose import rows_of
+from tools import rows as rows_file
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/study.md").read_text()
@@ -75,11 +77,10 @@ def test_the_tables_are_the_committed_result(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMITTED)
-def test_the_result_has_every_run_once_under_its_hash(name: str) -> None:
+def test_the_result_has_every_run_once(name: str) -> None:
     study, rows = matrix.read(name), rows_of(name)
     finished, failed = showing.rows_of(study, rows)
     assert len(finished) == len(rows) == len(study.points()) and not failed
-    assert all(row["hash"] == hash_of(row["configuration"]) for row in rows)
     assert len({row["hash"] for row in rows}) == len(rows)
     assert all(row["stamp"]["device"][0].startswith(COMMITTED[name][1]) for row in rows)
 
@@ -195,7 +196,33 @@ def test_a_result_that_grows_has_runs_of_its_matrix(name: str) -> None:
     study, rows = matrix.read(name), rows_of(name)
     finished, failed = showing.rows_of(study, rows)
     assert 0 < len(finished) == len(rows) < len(study.points()) and not failed
-    assert all(row["hash"] == hash_of(row["configuration"]) for row in rows)
+
+
+@pytest.mark.parametrize("name", [*COMMITTED, *UNFINISHED])
+def test_a_run_of_a_table_is_not_run_again(name: str) -> None:
+    """Each line of the result file has the hash of its configuration, and what is left to run is
+    what the tables lack."""
+    path = ROOT / default_results(matrix.read(name))
+    assert all(r["hash"] == hash_of(r["configuration"]) for r in rows_file.read(path, {"hash"}))
+    study, rows = matrix.read(name), rows_of(name)
+    finished, _ = showing.rows_of(study, rows)
+    today = [row for row in finished if row["configuration"]["numerics"] == NUMERICS_VERSION]
+    done = results.finished(rows)
+    for row in today:
+        point = point_of(row["configuration"])
+        assert hash_of(configuration(study, point, row["text"])) in done, point
+
+
+def test_a_recipe_file_that_was_edited_is_run_again() -> None:
+    study, rows = matrix.read("candidates"), rows_of("candidates")
+    finished, _ = showing.rows_of(study, rows)
+    edited = [
+        row | {"configuration": of | {"recipe_fields": of["recipe_fields"] | {"name": "edited"}}}
+        for row in rows
+        if "recipe_fields" in (of := row["configuration"])
+    ]
+    assert edited and showing.rows_of(study, edited) == ([], [])
+    assert len(finished) == len(rows) > len(edited)
 
 
 @pytest.mark.parametrize("name", [*COMMITTED, *UNFINISHED])
@@ -282,8 +309,21 @@ def test_failures_are_listed(tmp_path: Path) -> None:
     found = showing.section(TINY, [ROWS[0], failed, failed])
     assert "- Failed: mxfp4, tiny, 60 steps, learning rate 0.001, seed 1: RuntimeError: x" in found
     assert "Failed" not in showing.section(TINY, [ROWS[0], failed])  # there is another try
-    with pytest.raises(StudyError, match="no run of tiny has finished"):
+    with pytest.raises(StudyError, match="no run of tiny has finished: `run` trains"):
         showing.section(TINY, [failed])
+    with pytest.raises(StudyError, match=r"none\.jsonl does not exist: `run` writes it"):
+        showing.show(TINY, tmp_path / "none.jsonl", None, None)
+
+
+def test_a_recipe_that_does_not_quantize_w_has_no_rates(tmp_path: Path) -> None:
+    """Its metrics have no r(W_Q), as those of a forward pass in BF16."""
+    row = next(row for row in ROWS if row["configuration"]["recipe"] == "tetrajet")
+    weight = {key: of for key, of in row["metrics"]["weight"].items() if key != "r_quantized"}
+    other = row | {"configuration": row["configuration"] | {"recipe": "mxfp4-rht-sr"}}
+    rows = [*ROWS, other | {"metrics": row["metrics"] | {"weight": weight}}]
+    [cell] = [cell for cell in tables.cells(rows) if cell == cell_of(row)]
+    assert pictures._rates(rows, cell, "mxfp4-rht-sr") == []
+    assert len(pictures._rates(rows, cell, "tetrajet")) == 3
 
 
 def test_show_writes_a_page_and_pictures(

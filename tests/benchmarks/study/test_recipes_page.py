@@ -13,14 +13,15 @@ import pytest
 
 from benchmarks.study import comparison, pictures, recipe_facts, recipes_page, tables
 from benchmarks.study.__main__ import main
+from benchmarks.study.committed import earlier_numerics, runs_of_study
 from benchmarks.study.comparison import OWN, Comparison
+from benchmarks.study.entries import BF16, recipe_of
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Gap, gap
-from benchmarks.study.matrix import BF16, recipe_of
 from benchmarks.study.pictures import draw_over_tokens, held_out_gaps
 from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.sizes import SIZES
-from benchmarks.study.small_models import earlier_numerics, runs_of_study, small_table
+from benchmarks.study.small_models import small_table
 from benchmarks.study.verdicts import NOISE
 from megatron_fp4 import Recipe, get_recipe, list_recipes
 from megatron_fp4.arithmetic.formats import NUMERICS_VERSION

@@ -10,9 +10,9 @@ import pytest
 from scipy.stats import t as student
 
 from benchmarks.study import comparison, equal_time, recipe_facts, recipes_page, tables
+from benchmarks.study.entries import BF16
 from benchmarks.study.equal_time import ratio_of as ratio
 from benchmarks.study.gaps import Gap, cell_of, gap, paired
-from benchmarks.study.matrix import BF16
 from benchmarks.study.pictures import held_out_gaps
 from benchmarks.study.sizes import SIZES
 from megatron_fp4 import list_recipes

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.study import comparison, matrix, tables
+from benchmarks.study.entries import BF16
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap, runs_of, training
-from benchmarks.study.matrix import BF16
 from benchmarks.study.repeated_text import ONCE, RECIPES, repeated_table
 from benchmarks.study.sizes import SIZES
 from tests.benchmarks.study.prose import linears, prose, recipes_prose, rows_of

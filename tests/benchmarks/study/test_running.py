@@ -229,7 +229,8 @@ def test_one_run_a_gpu_at_a_time(tmp_path: Path) -> None:
 
 def test_a_row_that_was_cut_off_is_left_out_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "new" / "r.jsonl"
-    rows = [{"hash": str(i), "status": "finished", "configuration": {}} for i in range(3)]
+    of = [{"seed": seed} for seed in range(3)]
+    rows = [{"hash": hash_of(each), "status": "finished", "configuration": each} for each in of]
     for row in rows[:2]:
         rows_file.append(path, row)
     path.write_bytes(path.read_bytes() + b'{"hash": "2", "sta')

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.study import comparison, matrix, tables
+from benchmarks.study.entries import BF16
 from benchmarks.study.gaps import Gap, evaluated_in, gap, losses, paired
-from benchmarks.study.matrix import BF16
 from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.verdicts import NOISE
 from tests.benchmarks.study.prose import prose, rows_of
