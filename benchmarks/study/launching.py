@@ -161,7 +161,8 @@ def curves(paths: list[Path]) -> dict[str, Any]:
     log, times = runs.Log(), []
     for path in paths:
         for line in path.read_text(errors="replace").splitlines():
-            if log.read(line):
+            evaluations = len(log.held_out)
+            if log.read(line) and len(log.held_out) == evaluations:
                 times.append(log.milliseconds)
     found: dict[str, Any] = {"held_out": sorted(dict(log.held_out).items())}
     for name in ("train", "grad_norms"):
