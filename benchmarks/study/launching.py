@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,18 @@ class Launch:
     def _checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @property
+    def _saved_step(self) -> str:
+        """The step of the run's last checkpoint; empty if it has none."""
+        path = self._checkpoints / "latest_checkpointed_iteration.txt"
+        return path.read_text().strip() if path.exists() else ""
+
     def flags(self, minutes: float | None) -> list[str]:
         """All flags. minutes: after so many a checkpoint is saved and the launch ends."""
         size = SIZES[self.configuration["size"]]
         flags = self._with_data(self.configuration["flags"])
         flags += ["--save", str(self._checkpoints), "--save-interval", str(size.save_interval)]
-        if (self._checkpoints / "latest_checkpointed_iteration.txt").exists():
+        if self._saved_step:
             flags += ["--load", str(self._checkpoints)]
         if minutes is not None:
             flags += ["--exit-duration-in-mins", str(math.floor(minutes - MARGIN))]
@@ -72,40 +79,73 @@ class Launch:
 
         The checkpoint of a run that has finished is removed.
         """
-        earlier = sorted(self.folder.glob("train-*.log"))
-        path = self.folder / f"train-{len(earlier) + 1:02}.log"
+        deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
         try:
-            self._launch(self.flags(minutes), path)
-        except runs.RunFailed as failure:
-            if _STOPPED in path.read_text(errors="replace"):
+            held_out = self._trained(minutes)
+            if held_out is None:
                 return None
-            return self._failed(error_line(failure))
-        found = curves([*earlier, path])
-        held_out = dict(found["held_out"]).get(self.configuration["steps"])
-        if held_out is None:
-            return None
-        if not math.isfinite(held_out):
-            return self._failed(f"the held-out loss is {held_out}")
-        try:
-            found["evaluated"] = self._evaluated()
+            if not math.isfinite(held_out):
+                return self._failed(f"the held-out loss is {held_out}")
+            evaluated = self._evaluated(deadline)
         except runs.RunFailed as failure:
             return self._failed(error_line(failure))
+        if evaluated is None:
+            return None
+        found = curves(self._logs()) | {"evaluated": evaluated}
         return (
             self._row("finished") | found | {"window": self._window(), "metrics": self._collected()}
         )
 
-    def _evaluated(self) -> dict[str, float]:
+    def _logs(self) -> list[Path]:
+        """The logs of the launches that trained, in their order."""
+        found = self.folder.glob("train-*.log")
+        return sorted(found, key=lambda path: (len(path.name), path.name))
+
+    def _trained(self, minutes: float | None) -> float | None:
+        """Trains, unless an earlier launch reached the end; the held-out loss of the last step,
+        None if there are steps left. Raises RunFailed if the launch fails."""
+        earlier, steps = self._logs(), self.configuration["steps"]
+        if earlier and self._saved_step == str(steps):
+            held_out = held_out_at(earlier[-1], steps)
+            if held_out is not None and math.isfinite(held_out):
+                return held_out
+        for evaluation in self.folder.glob("evaluation-*.log"):
+            evaluation.unlink()  # of an earlier model: _evaluated takes what it finds
+        path = self.folder / f"train-{len(earlier) + 1:02}.log"
+        try:
+            self._launch(self.flags(minutes), path)
+        except runs.RunFailed:
+            if _STOPPED in path.read_text(errors="replace"):
+                return None
+            raise
+        return held_out_at(path, steps)
+
+    def _evaluated(self, deadline: float) -> dict[str, float] | None:
         """Evaluates the trained model in each recipe of the configuration's "evaluate_in".
 
-        Returns the held-out loss by entry. Raises RunFailed if an evaluation fails.
+        Returns the held-out loss by entry; None if the deadline, of time.monotonic(), has passed
+        before all have begun. Those that an earlier call made are not made again. Raises RunFailed
+        if an evaluation fails.
         """
         found = {}
         for number, entry in enumerate(self.configuration.get("evaluate_in", [])):
-            flags = self._with_data(evaluation_flags(self.configuration["flags"], entry))
-            flags += ["--load", str(self._checkpoints)]
-            log = self._launch(flags, self.folder / f"evaluation-{number + 1:02}.log")
-            found[entry] = log.held_out[-1][1]
+            path = self.folder / f"evaluation-{number + 1:02}.log"
+            held_out = held_out_at(path, self.configuration["steps"]) if path.exists() else None
+            if held_out is None or not math.isfinite(held_out):
+                if time.monotonic() >= deadline:
+                    return None
+                held_out = self._evaluation(entry, path)
+            found[entry] = held_out
         return found
+
+    def _evaluation(self, entry: str, path: Path) -> float:
+        """The held-out loss of the trained model in the recipe `entry`. path: of the log. Raises
+        RunFailed if the launch fails or the loss is not finite."""
+        flags = self._with_data(evaluation_flags(self.configuration["flags"], entry))
+        held_out = self._launch([*flags, "--load", str(self._checkpoints)], path).held_out[-1][1]
+        if not math.isfinite(held_out):
+            raise runs.RunFailed(f"the held-out loss in {entry} is {held_out}")
+        return held_out
 
     def _launch(self, flags: list[str], path: Path) -> runs.Log:
         environment = {"CUDA_VISIBLE_DEVICES": self.devices, "OMP_NUM_THREADS": "1"}
@@ -156,7 +196,7 @@ def curves(paths: list[Path]) -> dict[str, Any]:
     """What the logs of a run's launches say, in their order: the last of each step counts.
 
     "train", "held_out" and "grad_norms" are lists of (step, number). Numbers that are not finite
-    are left out, but of held-out losses. "milliseconds" is the median time of a step.
+    are left out, since JSON has none. "milliseconds" is the median time of a step.
     """
     log, times = runs.Log(), []
     for path in paths:
@@ -164,11 +204,19 @@ def curves(paths: list[Path]) -> dict[str, Any]:
             evaluations = len(log.held_out)
             if log.read(line) and len(log.held_out) == evaluations:
                 times.append(log.milliseconds)
-    found: dict[str, Any] = {"held_out": sorted(dict(log.held_out).items())}
-    for name in ("train", "grad_norms"):
+    found: dict[str, Any] = {}
+    for name in ("held_out", "train", "grad_norms"):
         last = dict(getattr(log, name))
         found[name] = sorted(each for each in last.items() if math.isfinite(each[1]))
     return found | {"milliseconds": statistics.median(times)}
+
+
+def held_out_at(path: Path, step: int) -> float | None:
+    """The held-out loss of a step in a launch's log; None if the log has none."""
+    log = runs.Log()
+    for line in path.read_text(errors="replace").splitlines():
+        log.read(line)
+    return dict(log.held_out).get(step)
 
 
 def averaged(path: Path) -> Metrics:
@@ -191,6 +239,7 @@ def averaged(path: Path) -> Metrics:
 
 def error_line(failure: runs.RunFailed) -> str:
     """The last line of a failed launch's log, without this machine's paths."""
-    lines = [line for line in str(failure).splitlines()[:-1] if line.strip()]
+    *log, closing = str(failure).splitlines()  # the last one says how the launch ended
+    lines = [line for line in log or [closing] if line.strip()]
     line = lines[-1] if lines else "no output"
     return line.replace(f"{runs.ROOT}/", "").strip()[:300]

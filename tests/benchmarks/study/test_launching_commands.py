@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -146,6 +147,21 @@ def test_each_launch_has_a_log_of_its_own_and_the_row_is_of_all(
     assert found["milliseconds"] == 10.0
 
 
+def test_the_order_of_more_than_99_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mistake: train-100.log comes before train-11.log."""
+    launch = launch_of(tmp_path)
+    launch.folder.mkdir()
+    for number in range(1, 100):
+        (launch.folder / f"train-{number:02}.log").write_text(trained(1, loss=9.0))
+    (launch.folder / "train-100.log").write_text(trained(1, loss=7.0))
+    recorder = record(monkeypatch, [trained(4), held_out(4, 6.5)])
+    found = launch.run(None)
+    assert found is not None and found["train"] == [(1, 7.0), (4, 6.0)]
+    assert recorder.paths == [launch.folder / "train-101.log"]
+
+
 def test_the_window_and_the_metrics_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,3 +193,69 @@ def test_an_evaluation_is_not_a_step(tmp_path: Path) -> None:
     lines += [trained(4, 90.0), held_out(4, 6.5), held_out(4, 6.5)]
     path.write_text("\n".join(lines))
     assert curves([path])["milliseconds"] == 50.0
+
+
+def test_points_that_are_not_finite_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is JSON, which has no NaN. The loss of the last step alone decides about a run."""
+    nan = math.nan
+    lines = [trained(1), held_out(1, nan), trained(2, loss=nan, norm=nan), held_out(2, math.inf)]
+    record(monkeypatch, [*lines, trained(3), trained(4), held_out(4, 6.5)])
+    found = launch_of(tmp_path).run(None)
+    assert found is not None and found["held_out"] == [(4, 6.5)]
+    assert found["train"] == [(1, 6.0), (3, 6.0), (4, 6.0)]
+    assert found["grad_norms"] == [(1, 0.5), (3, 0.5), (4, 0.5)]
+    json.dumps(found, allow_nan=False)
+
+
+# --- evaluations ----------------------------------------------------------------------------------
+
+
+def test_a_loss_of_an_evaluation_that_is_not_finite_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second try makes this evaluation again, and no other launch."""
+    outputs = ALL_STEPS, [held_out(4, 6.6)], [held_out(4, math.nan)], [held_out(4, 6.7)]
+    recorder = record(monkeypatch, *outputs)
+    launch = launch_of(tmp_path, EVALUATED)
+    found = launch.run(None)
+    assert found is not None and found["status"] == "failed"
+    assert found["error"] == "the held-out loss in mxfp4 is nan"
+    save(launch, 4)
+    again = launch.run(None)
+    assert again is not None and again["evaluated"] == {"bf16": 6.6, "mxfp4": 6.7}
+    assert [path.name for path in recorder.paths][3:] == ["evaluation-02.log"]
+
+
+def test_no_evaluation_begins_after_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call goes on with what is left, on the model that was trained."""
+    outputs = ALL_STEPS, [held_out(4, 6.6)], [held_out(4, 6.7)]
+    recorder = record(monkeypatch, *outputs, seconds=120.0)
+    launch = launch_of(tmp_path, EVALUATED)
+    saved = save(launch, 4)
+    assert launch.run(2.0) is None and len(recorder.paths) == 1 and saved.exists()
+    assert launch.run(2.0) is None and len(recorder.paths) == 2 and saved.exists()
+    found = launch.run(2.0)  # an evaluation that has begun ends
+    names = ["train-01.log", "evaluation-01.log", "evaluation-02.log"]
+    assert [path.name for path in recorder.paths] == names and not saved.exists()
+    assert found is not None and found["evaluated"] == {"bf16": 6.6, "mxfp4": 6.7}
+    assert found["held_out"] == [(4, 6.5)]
+
+
+def test_a_model_that_is_trained_anew_is_evaluated_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the rows of a finished run were deleted: its logs are there, its model is not."""
+    evaluations = [held_out(4, 6.6)], [held_out(4, 6.7)]
+    stopped = [trained(1), held_out(1, 9.0), trained(2), "exiting program after 1.0 minutes"]
+    again = [held_out(4, 5.6)], [held_out(4, 5.7)]
+    record(monkeypatch, ALL_STEPS, *evaluations, stopped, ALL_STEPS, *again)
+    launch = launch_of(tmp_path, EVALUATED)
+    first = launch.run(None)
+    assert first is not None and first["status"] == "finished"
+    assert launch.run(2.0) is None  # the last step in the first model's log does not count
+    found = launch.run(None)
+    assert found is not None and found["evaluated"] == {"bf16": 5.6, "mxfp4": 5.7}
