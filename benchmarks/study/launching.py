@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from benchmarks.study.configuration import hash_of
@@ -24,6 +25,11 @@ Metrics = dict[str, dict[str, list[tuple[int, float]]]]
 MARGIN = 0.5  # minutes of a launch in which it does not train: imports, its last checkpoint
 _INTERVAL = "--fp4-metrics-interval"
 _STOPPED = "exiting program after"  # Megatron's line at the end of --exit-duration-in-mins
+# An absolute path: between quotes, or without spaces; no part of a URL or of a relative path.
+_PATH = re.compile(
+    r"""(?<=')/[^'/][^']*(?=')|(?<=")/[^"/][^"]*(?=")"""
+    r"""|(?<![\w.~*)\]}/])/[^/\s'"`:;,()<>\]}][^\s'"`:;,()<>\]}]*"""
+)
 
 
 @dataclass(frozen=True)
@@ -238,8 +244,10 @@ def averaged(path: Path) -> Metrics:
 
 
 def error_line(failure: runs.RunFailed) -> str:
-    """The last line of a failed launch's log, without this machine's paths."""
+    """The last line of a failed launch's log, since results are committed without this machine's
+    paths: those in the checkout begin there, and of others the last part is left."""
     *log, closing = str(failure).splitlines()  # the last one says how the launch ended
     lines = [line for line in log or [closing] if line.strip()]
     line = lines[-1] if lines else "no output"
-    return line.replace(f"{runs.ROOT}/", "").strip()[:300]
+    line = _PATH.sub(lambda path: PurePath(path[0]).name, line.replace(f"{runs.ROOT}/", ""))
+    return line.strip()[:300]

@@ -65,9 +65,33 @@ def test_metrics_are_averaged_over_the_linears(tmp_path: Path) -> None:
     assert found == {"weight": {"r": [(2, 2.0), (4, 5.0)]}}
 
 
-def test_an_error_line_has_no_path_of_the_machine() -> None:
-    text = f"Traceback\n[rank0]: ValueError: {ROOT}/runs/x is bad\n\nThe launch failed (1)"
-    assert error_line(runs.RunFailed(text)) == "[rank0]: ValueError: runs/x is bad"
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (f"ValueError: {ROOT}/runs/x is bad", "ValueError: runs/x is bad"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '/home/me/my runs/x.pt'",
+            "FileNotFoundError: [Errno 2] No such file or directory: 'x.pt'",
+        ),
+        ('File "/home/me/lib/a.py", line 3, in run', 'File "a.py", line 3, in run'),
+        ("error: /opt/a/:/mnt/b/c.h:12 (/tmp/d)", "error: a:c.h:12 (d)"),
+        ("OSError: --load=/mnt/me/runs and /mnt/me", "OSError: --load=runs and me"),
+        ("tcp://host:1/a, W/X, 3 / 4, ../b/c, ~/d, runs/*/e", None),
+    ],
+    ids=["the checkout", "spaces", "traceback", "list", "flag", "no absolute path"],
+)
+def test_an_error_line_has_no_path_of_the_machine(line: str, found: str | None) -> None:
+    text = f"Traceback\n[rank0]: {line}\n\nThe launch failed (1); its log: /home/me/x.log"
+    assert error_line(runs.RunFailed(text)) == f"[rank0]: {found or line}"
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [("the loss is nan", "the loss is nan"), ("\nThe launch failed (1); its log: x", "no output")],
+)
+def test_the_error_line_of_a_launch_without_output(message: str, found: str) -> None:
+    """A message of one line is the reason; the last of several says how the launch ended."""
+    assert error_line(runs.RunFailed(message)) == found
 
 
 def pairs(flags: list[str]) -> list[list[str]]:
