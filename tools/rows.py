@@ -11,6 +11,10 @@ from typing import Any
 Row = dict[str, Any]
 
 
+class InUse(ValueError):
+    """Another process holds a file; the message is one line for the user."""
+
+
 def read(path: Path, keys: set[str]) -> list[Row]:
     """The rows of a result file; none if there is no such file.
 
@@ -44,13 +48,13 @@ def append(path: Path, row: Row) -> None:
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Holds the file, which is made if there is none, so that nobody else holds it at the same
-    time. Raises ValueError if another process does."""
+    time. Raises InUse if another process does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(
+            raise InUse(
                 f"another run is writing to {path}: wait for it, or give another --results"
             ) from error
         yield

@@ -8,6 +8,7 @@ docs/study.md describes it.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -18,22 +19,40 @@ from benchmarks.gpus import visible_gpus
 from benchmarks.study import matrix, recipes_page, running, showing
 from benchmarks.study.errors import StudyError
 from megatron_fp4.mcore.data.errors import DataError
-from tools import installed_text
+from tools import installed_text, rows
 from tools.stamp import stamp
 
 UNFINISHED = 75  # the exit status when runs are left: EX_TEMPFAIL of sysexits.h
+LEAST_MINUTES = 2  # a run begins if 1.5 are left, and the text is looked at before
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains what is left of the matrix; the exit status."""
-    began = time.monotonic()
+    deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    _check(args)
     found = matrix.read(args.matrix)
-    work, data, described = prepared(found, args.work)
-    deadline = None if args.minutes is None else began + 60 * args.minutes
-    session = running.Session(
-        args.results or default_results(found), work, data, stamp(args.commit), described, deadline
-    )
-    session.train(found, running.Machine(visible_gpus(), args.at_once))
+    path = args.results or default_results(found)
+    try:
+        with rows.alone(path):
+            work, data, described = prepared(found, args.work)
+            session = running.Session(path, work, data, stamp(args.commit), described, deadline)
+            session.train(found, running.Machine(visible_gpus(), args.at_once))
+            return _told(session, found)
+    except rows.InUse as error:
+        raise StudyError(str(error)) from error
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises StudyError for numbers with which `run` would never train."""
+    if args.at_once < 1:
+        raise StudyError(f"--at-once is {args.at_once}: give 1 or more")
+    if args.minutes is not None and not LEAST_MINUTES <= args.minutes < math.inf:
+        say = f"give {LEAST_MINUTES} or more, or leave it out to train to the end"
+        raise StudyError(f"--minutes is {args.minutes:g}: {say}")
+
+
+def _told(session: running.Session, found: matrix.Matrix) -> int:
+    """Prints what is left and what failed; the exit status."""
     left, failures = session.left(found), session.failures(found)
     total = len(found.points())
     if left:
@@ -92,7 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     pages.add_argument("--root", type=Path, default=Path(), help=root)
     for add in (training, tables):
         add("--results", type=Path, help="the result file (JSON lines)")
-    training("--minutes", type=float, help="end after so long; runs go on in the next call")
+    minutes = f"end after so long, {LEAST_MINUTES} or more; runs go on in the next call"
+    training("--minutes", type=float, help=minutes)
     at_once = "runs side by side on each GPU, or on the CPU (%(default)s)"
     training("--at-once", type=int, default=1, help=at_once)
     for add in (making, training):

@@ -89,7 +89,8 @@ class Session:
         return [configuration(matrix, point, self.text) for point in matrix.points()]
 
     def train(self, matrix: Matrix, machine: Machine) -> None:
-        """Trains what is left, until the deadline. A run that failed is tried once more."""
+        """Trains what is left, until the deadline. A run that failed is tried once more. One that
+        another process trains in the same folder is left out."""
         for _ in range(results.MOST_FAILURES):
             by_processes: dict[int, list[dict[str, Any]]] = {}
             for each in self.left(matrix):
@@ -123,7 +124,14 @@ class Session:
         minutes = None if self.deadline is None else (self.deadline - time.monotonic()) / 60
         if self._stopped.is_set() or (minutes is not None and minutes < 1 + MARGIN):
             return
-        row = self.run(launch, minutes)
+        try:
+            # Another command may have other results and the same folder of work.
+            with rows.alone(launch.folder / "lock"):
+                row = self.run(launch, minutes)
+        except rows.InUse:
+            run = named({"configuration": launch.configuration})
+            self.say(f"study: {run}: left out, since another command trains it in {launch.folder}")
+            return
         if row is None or (row["status"] == "failed" and self._stopped.is_set()):
             return  # a run that was ended has not failed
         with self._lock:

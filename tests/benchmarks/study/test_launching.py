@@ -198,6 +198,6 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_was_not(tmp_path: Path)
 
 @pytest.mark.outside
 def test_a_run_that_is_longer_than_the_command_may_last_is_left(tmp_path: Path) -> None:
-    assert start(tmp_path, "long", 5000, "--minutes", "1.9").wait() == UNFINISHED
+    assert start(tmp_path, "long", 5000, "--minutes", "2").wait() == UNFINISHED
     assert results.read(tmp_path / "long.jsonl") == []
     assert list((tmp_path / "long").glob("*/checkpoints/latest_checkpointed_iteration.txt"))

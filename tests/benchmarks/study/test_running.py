@@ -266,3 +266,75 @@ def test_the_command_says_what_is_left_and_what_failed(
     assert main(tmp_path, StandIn(), monkeypatch) == 0
     assert command.main(["show", "tini"]) == 2
     assert "neither a file nor a matrix" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--at-once", "0"], "study: --at-once is 0: give 1 or more"),
+        (["--at-once", "-1"], "study: --at-once is -1: give 1 or more"),
+        (["--minutes", "1.9"], "study: --minutes is 1.9: give 2 or more, or leave it out"),
+        (["--minutes", "nan"], "study: --minutes is nan: give 2 or more, or leave it out"),
+        (["--minutes", "inf"], "study: --minutes is inf: give 2 or more, or leave it out"),
+    ],
+)
+def test_numbers_with_which_nothing_would_be_trained(
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = StandIn()
+    assert main(tmp_path, run, monkeypatch, *words) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(says) and said.err.count("\n") == 1 and said.out == ""
+    assert run.launched == [] and not (tmp_path / "r.jsonl").exists()
+
+
+def test_the_least_minutes_are_enough_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StandIn()
+    assert main(tmp_path, run, monkeypatch, "--minutes", "2") == 0
+    assert len(run.launched) == 48
+
+
+# --- two commands at a time -----------------------------------------------------------------------
+
+
+def test_two_commands_do_not_write_one_result_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = StandIn()
+    with rows_file.alone(tmp_path / "r.jsonl"):
+        assert main(tmp_path, run, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"study: another run is writing to {tmp_path / 'r.jsonl'}: wait for it")
+    assert said.count("\n") == 1 and run.launched == []
+    assert main(tmp_path, run, monkeypatch) == 0  # the file is free again
+
+
+def test_a_run_is_not_trained_twice_in_one_folder(tmp_path: Path) -> None:
+    """Two commands with other results and one folder of work: each trains what the other does not.
+    The mistake: both write into the folder of the same run."""
+    said: list[str] = []
+    second, others, runs = StandIn(), matrix(seeds=[1, 2]), matrix(seeds=[1])
+
+    def first(launch: Launch, minutes: float | None) -> results.Row | None:
+        if launch.configuration["recipe"] == "bf16":
+            beside = session(tmp_path, second)
+            beside.path, beside.say = tmp_path / "second.jsonl", said.append
+            beside.train(others, Machine(()))
+            assert [hash_of(each) for each in beside.left(others)] == [launch.folder.name]
+        return StandIn()(launch, minutes)
+
+    session(tmp_path, first).train(runs, Machine(()))
+    assert len(second.launched) == 3
+    assert len(results.read(tmp_path / "r.jsonl")) == 2
+    text = "study: bf16, tiny, 60 steps, learning rate 0.001, seed 1: left out, since another"
+    assert said and any(line.startswith(text) for line in said)
+    again = session(tmp_path, second)
+    again.path = tmp_path / "second.jsonl"
+    again.train(others, Machine(()))  # the folder is free again
+    assert len(second.launched) == 4 and again.left(others) == []
