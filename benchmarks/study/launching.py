@@ -8,7 +8,7 @@ import shutil
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from benchmarks.study.configuration import hash_of
@@ -25,11 +25,8 @@ Metrics = dict[str, dict[str, list[tuple[int, float]]]]
 MARGIN = 0.5  # minutes of a launch in which it does not train: imports, its last checkpoint
 _INTERVAL = "--fp4-metrics-interval"
 _STOPPED = "exiting program after"  # Megatron's line at the end of --exit-duration-in-mins
-# An absolute path: between quotes, or without spaces; no part of a URL or of a relative path.
-_PATH = re.compile(
-    r"""(?<=')/[^'/][^']*(?=')|(?<=")/[^"/][^"]*(?=")"""
-    r"""|(?<![\w.~*)\]}/])/[^/\s'"`:;,()<>\]}][^\s'"`:;,()<>\]}]*"""
-)
+# The folders of an absolute path without spaces, which is no part of a URL or of a relative path.
+_FOLDERS = re.compile(r"""(?<![\w.~:*/])/(?:[^\s'":/]+/)*(?=[^\s'"/])""")
 
 
 @dataclass(frozen=True)
@@ -249,5 +246,4 @@ def error_line(failure: runs.RunFailed) -> str:
     *log, closing = str(failure).splitlines()  # the last one says how the launch ended
     lines = [line for line in log or [closing] if line.strip()]
     line = lines[-1] if lines else "no output"
-    line = _PATH.sub(lambda path: PurePath(path[0]).name, line.replace(f"{runs.ROOT}/", ""))
-    return line.strip()[:300]
+    return _FOLDERS.sub("", line.replace(f"{runs.ROOT}/", "")).strip()[:300]
