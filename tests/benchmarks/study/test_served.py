@@ -7,9 +7,9 @@ from benchmarks.study.entries import BF16
 from benchmarks.study.gaps import Gap, evaluated_in, gap, losses, paired
 from benchmarks.study.recipe_paths import candidate
 from benchmarks.study.verdicts import NOISE
-from tests.benchmarks.study.prose import prose, rows_of
+from tests.benchmarks.study.prose import prose, recipes_prose, rows_of
 
-STUDY, RECIPES = (prose(f"docs/{name}.md") for name in ("study", "recipes"))
+STUDY, RECIPES = prose("docs/study.md"), recipes_prose()
 MXFP4, FP8 = "tetrajet", "fp8"
 W_ALONE = "benchmarks/study/ablations/w-in-fp4.yaml"
 TRAINED = (BF16, FP8, "tetrajet", "tetrajet-fp8")
