@@ -13,7 +13,7 @@ from benchmarks.study.entries import BF16
 from benchmarks.study.errors import StudyError
 from benchmarks.study.gaps import Cell, Gap, cell_of, gap
 from benchmarks.study.recipe_paths import candidate
-from benchmarks.study.sizes import SIZES
+from benchmarks.study.sizes import size_order
 from megatron_fp4 import list_recipes
 from tools.rows import Row
 
@@ -42,7 +42,7 @@ class Comparison:
         """The cells in which a recipe has a gap to BF16; the one with the most runs first."""
         found = [cell for cell in tables.cells(self.rows) if self._compared(cell)]
         counts = Counter(map(cell_of, self.rows))
-        return sorted(found, key=lambda cell: (-counts[cell], [*SIZES].index(cell.size), cell))
+        return sorted(found, key=lambda cell: (-counts[cell], size_order(cell.size), cell))
 
     def gap(self, name: str, cell: Cell | None = None) -> Gap | None:
         """The gap of a recipe to BF16 in a cell; None is the first cell."""

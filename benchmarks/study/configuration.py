@@ -51,7 +51,7 @@ def _content(entry: str) -> dict[str, Any]:
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    """All fields of a recipe, as JSON has them."""
+    """All fields of a recipe with their values, as `json.loads` returns them."""
     return content.fields_of(content.write(recipe))
 
 

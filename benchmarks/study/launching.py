@@ -55,7 +55,7 @@ class Launch:
 
     @property
     def _saved_step(self) -> str:
-        """The step of the run's last checkpoint; empty if it has none."""
+        """The step of the run's last checkpoint, as Megatron writes it; "" if it has none."""
         path = self._checkpoints / "latest_checkpointed_iteration.txt"
         return path.read_text().strip() if path.exists() else ""
 
@@ -100,13 +100,16 @@ class Launch:
         )
 
     def _logs(self) -> list[Path]:
-        """The logs of the launches that trained, in their order."""
+        """The logs of the run's training launches, the first launch first."""
         found = self.folder.glob("train-*.log")
         return sorted(found, key=lambda path: (len(path.name), path.name))
 
     def _trained(self, minutes: float | None) -> float | None:
-        """Trains, unless an earlier launch reached the end; the held-out loss of the last step,
-        None if there are steps left. Raises RunFailed if the launch fails."""
+        """Trains what is left, for `minutes`; nothing if an earlier launch trained the last step.
+
+        Returns the held-out loss after the last step, or None if steps are left. Raises RunFailed
+        if the launch fails.
+        """
         earlier, steps = self._logs(), self.configuration["steps"]
         if earlier and self._saved_step == str(steps):
             held_out = held_out_at(earlier[-1], steps)
@@ -142,8 +145,11 @@ class Launch:
         return found
 
     def _evaluation(self, entry: str, path: Path) -> float:
-        """The held-out loss of the trained model in the recipe `entry`. path: of the log. Raises
-        RunFailed if the launch fails or the loss is not finite."""
+        """Evaluates the trained model in the recipe `entry`; returns its held-out loss.
+
+        path: the file that the launch's log is written to. Raises RunFailed if the launch fails or
+        the loss is not finite.
+        """
         flags = self._with_data(evaluation_flags(self.configuration["flags"], entry))
         held_out = self._launch([*flags, "--load", str(self._checkpoints)], path).held_out[-1][1]
         if not math.isfinite(held_out):
@@ -241,8 +247,11 @@ def averaged(path: Path) -> Metrics:
 
 
 def error_line(failure: runs.RunFailed) -> str:
-    """The last line of a failed launch's log, since results are committed without this machine's
-    paths: those in the checkout begin there, and of others the last part is left."""
+    """The last line of a failed launch's log, without the machine's folders.
+
+    Result files are committed, so they name no folder of a machine. A path in the checkout becomes
+    relative to it, and of any other absolute path the last part stays.
+    """
     *log, closing = str(failure).splitlines()  # the last one says how the launch ended
     lines = [line for line in log or [closing] if line.strip()]
     line = lines[-1] if lines else "no output"

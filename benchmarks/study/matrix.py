@@ -191,8 +191,8 @@ def _check_points(matrix: Matrix) -> None:
 
 
 def _check_evaluations(matrix: Matrix) -> None:
-    """Raises StudyError if an entry of `evaluate_in` has flags, or the evaluations have nothing to
-    be compared with."""
+    """Raises StudyError if an entry of `evaluate_in` has flags, or if `evaluate_in` lacks BF16,
+    which the losses of the other evaluations are compared with."""
     for recipe in matrix.evaluate_in:
         if read_entry(recipe).flags:
             raise StudyError(f"evaluate_in: {recipe} has flags, and takes a recipe alone")

@@ -113,7 +113,8 @@ def linear_of(name: str) -> tuple[float, float] | None:
 
 
 def _row_of(recipe: Recipe) -> Any | None:
-    """The row of STEPS whose recipe equals `recipe` in all but its name. None if there is none."""
+    """The row of the result file STEPS of a recipe that equals `recipe` in all but its name. None
+    if there is none."""
     for name, row in _rows().items():
         if name != BF16 and _alike(recipe_of(name), recipe):
             return row
@@ -126,7 +127,7 @@ def _alike(one: Recipe, other: Recipe) -> bool:
 
 
 def _rows() -> dict[str, Any]:
-    """The rows of STEPS by their names."""
+    """The rows of the result file STEPS, by the recipe or recipe file that was measured."""
     return {row["name"]: row for row in _result(STEPS)["rows"]}
 
 

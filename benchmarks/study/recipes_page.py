@@ -31,10 +31,10 @@ NOT_MEASURED = "not measured"
 
 
 def pages_of(found: Comparison) -> dict[str, dict[str, str]]:
-    """The tables of each page as Markdown text, by the page's path from the checkout.
+    """The tables of each page as Markdown text: {page: {name: table}}.
 
-    Those of a page have as keys the names in its comment lines, `<!-- NAME -->`, after which they
-    go.
+    page: its path from the checkout. name: as in the page's comment line `<!-- NAME -->`, after
+    which the table is written.
     """
     about = [*tables.about(found.rows, found.planned), *tables.failures(found.failed), ""]
     made = {

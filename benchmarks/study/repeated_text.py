@@ -8,7 +8,7 @@ from benchmarks.study.comparison import Comparison
 from benchmarks.study.entries import BF16
 from benchmarks.study.gap_words import gap_words, tokens
 from benchmarks.study.gaps import Cell, gap, runs_of, training
-from benchmarks.study.sizes import SIZES
+from benchmarks.study.sizes import size_order
 from tools.pages import table
 from tools.rows import Row
 
@@ -24,7 +24,7 @@ def repeated_table(found: Comparison) -> list[str]:
         rows_of |= dict.fromkeys(tables.cells(rows), rows)
     heads = ["size", "tokens", "text read", "recipe", "seeds", "held-out loss minus BF16's"]
     body = []
-    for cell in sorted(rows_of, key=lambda cell: ([*SIZES].index(cell.size), cell.steps)):
+    for cell in sorted(rows_of, key=lambda cell: (size_order(cell.size), cell.steps)):
         body += [line for name in RECIPES if (line := _line(rows_of[cell], cell, name))]
     return table([*heads, "training loss minus BF16's"], body)
 

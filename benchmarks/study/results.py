@@ -11,8 +11,12 @@ MOST_FAILURES = 2  # a run that failed so often is not tried again
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a result file (`rows.read`), with their configurations `of_this_version` and the
-    hashes of these. Raises StudyError if a line is not a row."""
+    """The rows of a result file; none if there is no such file.
+
+    An earlier version of the package may have written a row. Its configuration is therefore brought
+    to the form of this version (`of_this_version`), and its hash is computed anew. Raises
+    StudyError if a line is not a row.
+    """
     try:
         found = rows.read(path, {"hash", "status", "configuration"})
     except ValueError as error:

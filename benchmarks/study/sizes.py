@@ -67,3 +67,8 @@ SIZES = {
         save_interval=1000,
     ),
 }
+
+
+def size_order(size: str) -> int:
+    """The place of a size among SIZES, from 0, in which tables list sizes: small models first."""
+    return [*SIZES].index(size)

@@ -20,7 +20,7 @@ from benchmarks.study.gaps import (
     spread,
 )
 from benchmarks.study.running import named
-from benchmarks.study.sizes import SIZES
+from benchmarks.study.sizes import SIZES, size_order
 from megatron_fp4.metrics.weights import WINDOW
 from tools.pages import table
 from tools.rows import Row
@@ -31,9 +31,9 @@ _PLACE = ["size", "steps", "learning rate", "recipe", "seeds"]
 
 
 def cells(rows: Iterable[Row]) -> list[Cell]:
-    """The cells of finished runs, by text, then by size in the order of SIZES, then in order."""
+    """The cells of finished runs: those of a text together, small models first."""
     found = set(map(cell_of, rows))
-    return sorted(found, key=lambda cell: (cell.text, [*SIZES].index(cell.size), cell))
+    return sorted(found, key=lambda cell: (cell.text, size_order(cell.size), cell))
 
 
 def recipes(rows: Iterable[Row]) -> list[str]:
